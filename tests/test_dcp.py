@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_checkpoint_cli
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing
 from harness import run_job
+from test_checkpoint_cli import Run
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -23,9 +25,8 @@ from fleet.checkpoint.comparison import compare
 from fleet.checkpoint.dcp import FleetStorageReader, export_to_dcp
 from fleet.checkpoint.manifest import Checkpoint
 from fleet.errors import FleetError
-from fleet.launch import cli
 
-Run = Callable[..., tuple[int, str, str]]
+run = test_checkpoint_cli.run  # the fixture
 
 
 class Net(torch.nn.Module):
@@ -68,15 +69,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def told(saved: Path) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = torch.load(saved / "told", weights_only=True)
     return found
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    def of(*argv: object) -> tuple[int, str, str]:
-        code = cli.main(["checkpoint", *map(str, argv)])
-        return code, *capsys.readouterr()
-
-    return of
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from dying import ENVIRON, DyingJob
+from dying import ANSWERED, BEFORE, CARRIED_OUT, ENVIRON, DyingJob, at, every
 from fuzz import ENDPOINT, requests
 from harness import PATIENT, Job, until
 from inside import job_of, tiny_tiers
@@ -700,3 +700,42 @@ def test_whichever_message_is_lost_a_follower_has_the_model_in_the_end(mode: str
         job.join(threads)
     assert not job.errors
     assert number > 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", [BEFORE, CARRIED_OUT, ANSWERED])
+@pytest.mark.parametrize("kind", ["follow", "changes", "fetch"])
+@pytest.mark.parametrize("server", [0, 1])
+def test_a_server_that_dies_of_a_follower_s_message_is_followed_on(
+    server: int, kind: str, moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feed, "_PIECE_BYTES", 200)  # so that there is something to fetch
+    followed_to_death(tmp_path, at(kind, moment, server, times=2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("nth", "offset"), [(7, 3), (11, 4)])
+def test_servers_that_die_of_whatever_message_are_followed_on(nth: int, offset: int, tmp_path: Path) -> None:
+    followed_to_death(tmp_path, every(nth, offset))
+
+
+def followed_to_death(folder: Path, plan: Any) -> None:
+    """Kill servers by a plan, by messages of workers and of a follower, which has each version whole in the end."""
+    is_there = threading.Event()
+
+    def after(made: Fleet, model: torch.nn.Module, wrapped: Any, index: int, step: int) -> None:
+        if step == 6:
+            made.barrier_worker()
+            assert is_there.wait(4 * PATIENCE_S)
+
+    job = DyingJob(trains(6, None, adam, Net, after), folder, plan=plan, environ=ENVIRON)
+    job.counted |= {"follow", "changes", "fetch"}
+    with following(job) as followed:
+        while followed.version < 6:
+            update = followed.source.next(0.5)
+            if update is not None:
+                with suppress(ServerLostError):
+                    followed.take(update)
+        is_there.set()
+    assert sum(host.kills for host in job.hosts) > 0
+    assert_same(followed, job.results[0])

@@ -97,13 +97,13 @@ def pieces_of(version: float) -> list[Piece]:
 class FakeSource:
     """Gives what a test puts in."""
 
-    def __init__(self, described: SourceDescription = DESCRIBED) -> None:
+    def __init__(self, described: SourceDescription = DESCRIBED, version: int = 1) -> None:
         self.described = described
         self.coming: queue.Queue[Update | Exception] = queue.Queue()
         self.heard_at = SystemClock().now()
         self.ended = False
         self.closed = threading.Event()
-        self.give(1, whole=True)
+        self.give(version, whole=True)
 
     def give(self, version: int, pieces: list[Piece] | Iterator[Piece] | None = None, *, whole: bool = False) -> None:
         self.coming.put(Update(version, whole, iter(pieces_of(version) if pieces is None else pieces)))

@@ -56,6 +56,8 @@ class Served:
 
     def __init__(self, free: Callable[[int], list[str]]) -> None:
         self._free = free
+        #: Who ends or starts replicas beside a thread that gives them versions holds it.
+        self.lock = threading.RLock()
         self.running: dict[str, tuple[Replica, Any]] = {}
 
     def start(self, endpoint: str | None = None, source: Source | None = None, **environ: str) -> str:
@@ -67,9 +69,10 @@ class Served:
         return endpoint
 
     def give(self, version: int) -> None:
-        for replica, source in self.running.values():
-            source.give(version)
-            replica.follower.wait(version, PATIENCE_S)
+        with self.lock:
+            for replica, source in self.running.values():
+                source.give(version)
+                replica.follower.wait(version, PATIENCE_S)
 
     def end(self, endpoint: str) -> None:
         self.running.pop(endpoint)[0].close()
@@ -595,17 +598,29 @@ def test_forwards_go_on_when_a_replica_is_lost_and_come_back_to_it(served: Serve
 
 
 @pytest.mark.parametrize("beside", [True, False], ids=["beside gRPC", "by gRPC"])
-def test_whichever_message_is_lost_a_forward_is_right(
-    beside: bool, served: Served, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("happens", ["it is lost", "both replicas are started anew", "one has gone"])
+def test_whatever_happens_at_a_message_a_forward_is_right(
+    happens: str, beside: bool, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of all that a predictor says to two replicas until it has predicted, one by one, a version coming meanwhile."""
-    left, lost = [0], TransportError("it was lost")
+    """At each message that a predictor says to two replicas until it has predicted, a version coming meanwhile."""
+    left, version, gone = [0], 1, list[str]()
+
+    def strike() -> None:
+        if happens == "it is lost":
+            raise TransportError("it was lost")
+        with served.lock:
+            for endpoint in endpoints if happens == "both replicas are started anew" else endpoints[:1]:
+                served.end(endpoint)
+                if happens == "one has gone":
+                    gone.append(endpoint)
+                else:
+                    served.start(endpoint, FakeSource(version=version))
 
     def losing(call: Callable[..., Any]) -> Callable[..., Any]:
         def called(*given: Any) -> Any:
             left[0] -= 1
             if left[0] == 0:
-                raise lost
+                strike()
             return call(*given)
 
         return called
@@ -617,8 +632,12 @@ def test_whichever_message_is_lost_a_forward_is_right(
     endpoints = [served.start(), served.start()]
     version = 1
     for number in range(1, 13):
+        for endpoint in gone:
+            served.start(endpoint)
+        gone.clear()
+        served.give(version)
         left[0] = number
-        with RemoteModel(Net(), endpoints, poll_s=0.01) as remote:
+        with RemoteModel(Net(), endpoints, poll_s=0.01, deadline_s=20.0) as remote:
             assert is_of(remote, version)
             version += 1
             served.give(version)
@@ -759,8 +778,30 @@ def test_the_command_answers_until_it_is_told_to_end(
         with RemoteModel(Trained(), endpoints, poll_s=0.02) as remote:
             assert remote(torch.tensor([7, 8]))[::DIM].tolist() == [1.0, 0.0, 1.0, 1.0, 0.0]
             bound = remote._source.bound.replica.endpoint
-            processes[endpoints.index(str(bound))].kill()
-            assert remote(torch.tensor([7]))[0] == 1.0
+            seen, ends = [0] * 4, threading.Event()
+            failed: list[BaseException] = []
+
+            def predict(index: int) -> None:
+                try:
+                    while not ends.is_set():
+                        assert remote(torch.tensor([7, 8]))[::DIM].tolist() == [1.0, 0.0, 1.0, 1.0, 0.0]
+                        seen[index] += 1
+                except BaseException as error:
+                    failed.append(error)
+
+            threads = [threading.Thread(target=predict, args=(index,)) for index in range(4)]
+            for thread in threads:
+                thread.start()
+            try:
+                until(lambda: min(seen) > 20)
+                processes[endpoints.index(str(bound))].kill()
+                before = list(seen)
+                until(lambda: failed or all(now > then + 20 for now, then in zip(seen, before, strict=True)))
+            finally:
+                ends.set()
+                for thread in threads:
+                    thread.join(PATIENCE_S)
+            assert failed == [], "each had requests under way"
         (alive,) = [p for p, e in zip(processes, endpoints, strict=True) if e != str(bound)]
         alive.send_signal(signal.SIGTERM)
         assert alive.wait(PATIENCE_S) == 0

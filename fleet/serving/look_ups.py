@@ -11,19 +11,21 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy as np
+import torch
 from google.protobuf.message import DecodeError, Message
 
 from fleet.errors import IdOutOfRangeError, NotInitializedError, ProtocolError
 from fleet.numeric.jit import Array, Ids
 from fleet.serving import lookup_pb2 as pb
 from fleet.serving.editions import Edition, Editions, Found
+from fleet.serving.source import Piece, RowChanges, SourceDescription, TableDescription
 
 #: A request names no more tables, or as many as there are.
 _MOST_TABLES = 1024
 #: So many bytes of rows are looked up together.
 _MOST_TOGETHER = 4 << 20
-#: The orders of ids of so many kinds of requests are kept.
-_KEPT = 256
+#: The orders of ids of so many kinds of requests are kept, if they are no more ids than this.
+_KEPT, _MOST_KEPT = 256, 1 << 13
 
 M = TypeVar("M", bound=Message)
 
@@ -126,10 +128,11 @@ class LookUps:
         """Return where the ids of requests lie, one request behind the other, in the order of their tables."""
         order = self._orders.get((counts, count))
         if order is None:
-            if len(self._orders) >= _KEPT:
-                self._orders.clear()
-            tables = np.tile(np.repeat(np.arange(len(counts)), counts), count)
-            order = self._orders[counts, count] = tables.argsort(kind="stable")
+            order = np.tile(np.repeat(np.arange(len(counts)), counts), count).argsort(kind="stable")
+            if order.size <= _MOST_KEPT:
+                if len(self._orders) >= _KEPT:
+                    self._orders.clear()
+                self._orders[counts, count] = order
         return order
 
     def _gone(self, found: Found) -> bytes:
@@ -164,6 +167,23 @@ class LookUps:
                 todo="Divide it.",
             )
         return nbytes
+
+
+def compile_all() -> None:
+    """Compile, or load, everything that a look-up runs, on a few rows that are thrown away."""
+    for dtype in (torch.float32, torch.float64):
+        editions = Editions()
+        editions.fit(SourceDescription({}, {name: TableDescription(1, None, 0.0, dtype) for name in "ab"}))
+        ids, none = np.arange(2), np.empty(0, np.int64)
+        for version in (1, 2):
+            draft = editions.begin(version == 1, version)
+            draft.add(Piece(rows={name: RowChanges(ids, torch.zeros(2, 1, dtype=dtype), none) for name in "ab"}))
+            draft.publish()
+        look_ups = LookUps(editions, 1, lambda: 0.0)
+        for tables in ([0], [0, 1]):
+            counts, ids_of_each = [1] * len(tables), bytes(8) * len(tables)
+            asked = pb.LookUpRequest(instance=1, edition=1, tables=tables, counts=counts, ids=ids_of_each)
+            look_ups.together([asked.SerializeToString()] * 2, _MOST_TOGETHER)
 
 
 def read(kind: type[M], request: bytes) -> M:

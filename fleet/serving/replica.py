@@ -26,7 +26,7 @@ from fleet.ps.wire.small_calls import MOST_ANSWERED, SmallCallListener
 from fleet.serving import lookup_pb2 as pb
 from fleet.serving.editions import Editions
 from fleet.serving.follower import Follower
-from fleet.serving.look_ups import LookUps, read, written
+from fleet.serving.look_ups import LookUps, compile_all, read, written
 from fleet.serving.source import Source, SourceDescription
 from fleet.telemetry.observer import Observer
 from fleet.telemetry.process import ProcessFigures
@@ -97,6 +97,7 @@ class Replica:
 
     def begin(self) -> None:
         """Take the first version, and go on behind."""
+        compile_all()  # now, and not when the first predictor waits
         self._follower.begin(self._settings.startup_deadline_s)
         if self._health is not None:
             self._health.report(serving=True)
