@@ -184,6 +184,12 @@ class Process:
     def send(self, what: signal.Signals) -> None:
         os.killpg(self._popen.pid, what)
 
+    def schedule(self, policy: int) -> None:
+        """Have the system give processors to all its threads by this policy (``os.SCHED_IDLE``) from now on."""
+        for thread in self._psutil.threads():
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setscheduler(thread.id, policy, os.sched_param(0))
+
     def wait(self, deadline: float) -> None:
         """For an end by itself; what has done its work and does not end is ended with the context."""
         with contextlib.suppress(subprocess.TimeoutExpired):

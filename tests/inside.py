@@ -50,6 +50,12 @@ def wanted_servers(fleet: Fleet) -> tuple[str, ...]:
     return wanted
 
 
+def is_copying(fleet: Fleet) -> bool:
+    """Whether this worker copies the job to other servers, beside its training."""
+    copy = worker_of(fleet).move_as_asked.__self__._copy
+    return copy is not None and copy.is_under_way
+
+
 def runtime_of(optimizer: Any) -> Any:
     """The same, by the optimizer that ``distributed_optimizer`` returned."""
     return optimizer._stepper()

@@ -7,13 +7,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from faults import Action, Fault, FaultyNetwork
 from harness import PATIENT, SOON, Job, until
-from inside import leave, wanted_servers
+from inside import is_copying, leave, wanted_servers
 
 import fleet as fleet_package
 from fleet import Fleet, StrategyFactory
@@ -28,7 +29,7 @@ from fleet.ps.worker import resizing
 from fleet.ps.worker.runtime import WorkerRuntime
 from fleet.role_maker import Role, UserDefinedRoleMaker
 
-STEPS, MOVED_AFTER = 6, 3
+STEPS, MOVED_AFTER = 7, 3
 BEATING = {**PATIENT, "FLEET_HEARTBEAT_S": "0.02"}
 
 #: What trains parameters, and what trains rows.
@@ -164,7 +165,7 @@ def undisturbed() -> Any:
     return Job(training("adagrad", None), 2, 2).run()
 
 
-def asking(then: list[str], refusal: type[Exception], match: str = "") -> Callable[[Fleet, int], Any]:
+def asking(then: list[str], refusal: type[Exception], match: str | None = None) -> Callable[[Fleet, int], Any]:
     """What trains on with the servers that it has, as the move fails."""
 
     def body(fleet: Fleet, worker: int) -> Any:
@@ -199,7 +200,7 @@ class Killed(Exception):
 def test_a_mover_that_is_killed_before_the_decision_leaves_the_job_as_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert_same(resumed_after(monkeypatch, "_copy", [0, 1], [0, 1, 2]), undisturbed())
+    assert_same(resumed_after(monkeypatch, "_complete", [0, 1], [0, 1, 2]), undisturbed())
 
 
 def test_a_mover_that_is_killed_after_the_decision_has_moved_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,6 +214,7 @@ def resumed_after(monkeypatch: pytest.MonkeyPatch, moment: str, first: list[int]
         environ["FLEET_STARTUP_DEADLINE_S"] = "60"
 
     def killed(worker: Any, *_: object) -> None:
+        worker = getattr(worker, "_worker", worker)
         monkeypatch.undo()
         exit_guard.release(worker)
         worker.close()
@@ -253,12 +255,9 @@ def resumed_after(monkeypatch: pytest.MonkeyPatch, moment: str, first: list[int]
 
     job = Resized(whole, first, then, environ=environ)
     threads = job.start()
-    if moment == "_copy":
-        monkeypatch.setattr(resizing, moment, killed)
-    else:
-        monkeypatch.setattr(WorkerRuntime, moment, killed)
+    monkeypatch.setattr(resizing.Copy if moment == "_complete" else WorkerRuntime, moment, killed)
     job.join(threads[2:4])
-    if moment != "_copy":
+    if moment != "_complete":
         job.join(threads)
     for name, error in job.errors.items():
         if name.startswith("worker"):
@@ -312,7 +311,8 @@ def test_a_job_that_cannot_move_says_why_and_goes_on(strategy: Callable[[], Any]
 
 
 def asked_meanwhile(optimizers: str, strategy: Any = None) -> tuple[Callable[[Fleet, int], Any], threading.Event]:
-    """What trains, and stops after some steps until its first worker hears of other servers, or the event is set."""
+    """What trains, and stops after some steps until its first worker hears of other servers, takes a step, stops until
+    it has copied what there is, takes a step, and stops until it is told to go on."""
     goes_on = threading.Event()
 
     def body(fleet: Fleet, worker: int) -> Any:
@@ -328,7 +328,9 @@ def asked_meanwhile(optimizers: str, strategy: Any = None) -> tuple[Callable[[Fl
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-            if step == MOVED_AFTER and worker == 0 and not goes_on.is_set():
+            if step == MOVED_AFTER and worker == 0:
+                until(lambda: not is_copying(fleet))
+            if step == MOVED_AFTER + 1 and worker == 0 and not goes_on.is_set():
                 assert goes_on.wait(30)
         fleet.barrier_worker()
         return losses, fleet.state_dict(model)
@@ -369,6 +371,75 @@ def test_servers_that_somebody_outside_wants(
     assert sorted(job.served) == sorted({*names(first), *names(then)})
     expected = Job(training("adam", None), 2, len(first)).run()
     assert_same([job.results[worker] for worker in range(2)], expected)
+
+
+@pytest.mark.parametrize("meanwhile", ["nothing", "values are loaded", "another move", "the job ends"])
+def test_rows_are_copied_while_they_change(meanwhile: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step follows each piece that is copied, of few rows each: of all, then of those that have changed."""
+    monkeypatch.setattr("fleet.ps.table.shard.PIECE_BYTES", 400)
+    monkeypatch.setattr(resizing, "_FEW", 0)
+    monkeypatch.setattr(resizing, "_REST", 0.0)
+    pieces, copied, fill = threading.Semaphore(0), list[tuple[int, int]](), resizing.Copy._fill
+    steps, taken, is_there = 40, [0], threading.Event()
+
+    def counted(copy: Any, about: dict[str, Any], tensors: Any) -> None:
+        if copy.is_under_way:
+            copied.append((taken[0], about["rows"]))
+            assert pieces.acquire(timeout=30)
+        fill(copy, about, tensors)
+
+    monkeypatch.setattr(resizing.Copy, "_fill", counted)
+
+    def body(fleet: Fleet, worker: int) -> Any:
+        model = model_of_all()
+        optimizer = fleet.distributed_optimizer(OPTIMIZERS["adagrad"](model), model=model)
+        fleet.init_worker()
+        losses = []
+        for step in range(steps):
+            if moves and worker == 0 and step == 10:
+                is_there.set()
+                until(lambda: wanted_servers(fleet))
+            if step == 16 and meanwhile == "values are loaded":
+                fleet.save_persistables(tmp_path / str(moves))
+                fleet.load_persistables(tmp_path / str(moves))
+            if moves and step == 16 and meanwhile == "another move":
+                fleet.resize_servers(names([1]))
+            optimizer.zero_grad()
+            loss = model(ids_of(worker, step))
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+            if worker == 0:
+                taken[0] += 1
+                if moves and step >= 10 and not ends:
+                    pieces.release(1 if step < 20 else 1000)
+            if step > 30 and worker == 0 and not ends:
+                until(lambda: not is_copying(fleet))
+        fleet.barrier_worker()
+        return losses, fleet.state_dict(model)
+
+    moves, ends = False, meanwhile == "the job ends"
+    expected = Job(body, 2, 2).run()
+    moves, taken[0] = True, 0
+    job = Resized(body, [0, 1], [1, 2, 3], environ={**BEATING, **({"FLEET_STARTUP_DEADLINE_S": "5"} if ends else {})})
+    threads = job.start()
+    asked = Endpoint.parse(job.endpoints[0])
+    with closing(job.network.connect(asked)) as channel:
+
+        def told(message: Any) -> Any:
+            return channel.start(Frame(pb.Request(rearrange=message)), 10.0).result().message
+
+        assert is_there.wait(30)
+        told(pb.Rearrange(endpoints=names([1, 2, 3])))
+        job.join(threads[2:4])
+        pieces.release(1000)
+        job.join(threads)
+    assert {name for name in job.errors if name.startswith("worker")} == set(), job.errors
+    assert_same([job.results[worker] for worker in range(2)], expected)
+    assert len({step for step, _ in copied}) > (0 if ends else 2), "the training went on"
+    if meanwhile == "nothing":
+        assert job.errors == {}
+        assert sum(rows for _, rows in copied) > 60, "some rows were copied more than once"
 
 
 def test_what_keeps_a_job_from_moving_is_told_outside_and_the_training_goes_on() -> None:

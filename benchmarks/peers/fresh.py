@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import sys
 import time
 from collections.abc import Iterator
@@ -56,11 +57,12 @@ def role(work: dict[str, Any], kind: Any) -> UserDefinedRoleMaker:
 
 
 def train(work: dict[str, Any]) -> None:
-    """Fill the table, then train as told in each span: for so many seconds, ``hz`` times a second unless that is 0, and
-    with so much computing in each step."""
+    """Fill the table, then train as told in each span: for so many seconds, or until there is more to hear, ``hz``
+    times a second unless that is 0, and with so much computing in each step."""
     fleet.init(role(work, Role.WORKER))
     model = Model()
-    optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model=model)
+    optimizer_class = getattr(torch.optim, work.get("optimizer", "SGD"))
+    optimizer = fleet.distributed_optimizer(optimizer_class(model.parameters(), lr=1.0), model=model)
     fleet.init_worker()
 
     def step(ids: torch.Tensor) -> None:
@@ -73,10 +75,10 @@ def train(work: dict[str, Any]) -> None:
         steps += 1
     draw = torch.Generator().manual_seed(0)
     say("warm", steps=steps)
-    while line := heard():
+    while (line := heard()) and line != "stop":
         seconds, hz, busy_s = map(float, line.split())
         began, cpu, first, times = time.monotonic(), time.process_time(), steps, []
-        while (now := time.monotonic()) < began + seconds:
+        while (now := time.monotonic()) < began + seconds and not select.select([sys.stdin], [], [], 0)[0]:
             compute(busy_s)
             step(torch.randint(0, work["rows"], (work["batch"],), generator=draw))
             steps += 1

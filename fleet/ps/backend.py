@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -200,7 +199,8 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
         _, model, strategy = self._parts_to_start()
         a = self._assignment
         worker = WorkerRuntime(a, self._describe, strategy, self._network, self._settings, self._clock, model)
-        worker.move_as_asked = partial(resizing.move_as_asked, worker)
+        asked = resizing.AskedMove(worker)
+        worker.move_as_asked, worker.before_close = asked.go_on, asked.give_up
         try:
             if a.embedded:
                 server = self._make_server(a.servers[0])

@@ -1,8 +1,9 @@
-"""The job moves to other servers: those that there were stand still, those to come take over all they have, and one
-message to the first of the former decides.
+"""The job moves to other servers: rows are copied while it goes on, those servers that there were stand still for what
+has changed meanwhile, those to come take over all they have, and one message to the first of the former decides.
 
-A worker drives it (ps/worker/resizing.py). Halted, a server keeps every request but the driver's until the move is
-over, so what it has stays as it is. Until the first server has heard that everything is there, the move may be given
+A worker drives it (ps/worker/resizing.py). What changes while rows are copied is known by epochs, as for a delta of a
+checkpoint. Halted, a server keeps every request but the driver's until the move is over, so what it has stays as it is.
+Until the first server has heard that everything is there, the move may be given
 up by anybody's death, and the job goes on as it was. From then on it has been made: whoever asks a former server is
 told that the job has moved, goes over, and tells the others, which need not have heard of it from the driver.
 
@@ -65,6 +66,21 @@ _RECORDS = "records"
 
 
 @dataclass
+class _Copying:
+    """Holds what is copied to other servers: rows that were changed in the epoch ``since`` or later, in this round;
+    those of the epoch ``following`` belong to the next one."""
+
+    attempt: str
+    request: Any
+    shard: Shard
+    fingerprint: str
+    loads: int
+    round: int = 0
+    since: int = 0
+    following: int = 0
+
+
+@dataclass
 class _Halt:
     """Holds who has asked for the standstill, and what has come since."""
 
@@ -83,9 +99,8 @@ class _Stage:
     attempt: str
     job: Job
     shard: Shard
-    state: dict[str, Any]
-    records: Sequence[WireTensor]
     refill: Refill
+    members: Sequence[MemberRecord] = ()
     filled: int = 0
     is_whole: bool = False
 
@@ -117,8 +132,11 @@ class Moving:
         self._begin = begin
         self._may_begin = may_begin
         self._is_durable = is_durable
+        self._copying: _Copying | None = None
         self._halt: _Halt | None = None
         self._stage: _Stage | None = None
+        #: whether this server has heard of what it is to take over, since it was asked last
+        self._was_filled = False
         #: the last move that was made, and all servers since
         self._made = ""
         self._servers: tuple[str, ...] = ()
@@ -133,7 +151,7 @@ class Moving:
         #: what was kept and is to be handled now
         self._released: list[tuple[Frame, Respond]] = []
         self._kinds: dict[str, Callable[[Job | None, Arrival], None]] = {
-            "halt": self._stand_still,
+            "halt": self._let_go,
             "stage": self._get_ready,
             "fill": self._fill,
             "switch": self._switch,
@@ -145,13 +163,13 @@ class Moving:
 
     def takes(self, kind: str, job: Job | None, arrival: Arrival) -> bool:
         """Say whether a request has to do with a move, which is done here, or has to wait for its end."""
-        handler, halt = self._kinds.get(kind), self._halt
+        handler, halt, copying = self._kinds.get(kind), self._halt, self._copying
+        if kind == "export" and copying is not None and arrival.request.export.checkpoint == copying.attempt:
+            handler = self._export
         if handler is not None:
             handler(job, arrival)
             return True
         if halt is None or kind == "abort":
-            return False
-        if kind == "export" and arrival.request.incarnation == halt.request.incarnation:
             return False
         if kind == "hello" and arrival.worker == halt.request.worker:
             return False  # the driver was killed, and starts again
@@ -175,12 +193,14 @@ class Moving:
 
     def tick(self, job: Job | None, now: float, outbox: Outbox) -> bool:
         """Look after a move as time passes; return whether this server has no job any more."""
-        halt = self._halt
+        halt, copying = self._halt, self._copying
+        if halt is None and copying is not None and not self._members.has(copying.request):
+            self._give_up()
         if halt is not None and job is not None and not halt.is_orphaned and not self._members.has(halt.request):
             halt.is_orphaned = True
             _log.warning("%s: worker %d is gone, which moved the job", self._where, halt.request.worker)
             if job.held().server == 0:
-                self._give_up(job)
+                self._give_up()
             else:
                 outbox += [(respond, error_reply(self._moved())) for _, respond in halt.held]
                 halt.held.clear()
@@ -199,17 +219,71 @@ class Moving:
 
     # ---------------------------------------------------------------- the servers that there were
 
-    def _stand_still(self, job: Job | None, arrival: Arrival) -> None:
-        request, attempt = arrival.request, arrival.request.halt.attempt
-        self._members.check(request, parting=False)
+    def _let_go(self, job: Job | None, arrival: Arrival) -> None:
+        """Let a worker copy what is here while the job goes on; or stand still for the rest."""
+        self._members.check(arrival.request, parting=False)
         assert job is not None, "a member exists only with a job"
-        if self._halt is not None and self._halt.attempt != attempt:
+        if self._halt is not None and self._halt.attempt != arrival.request.halt.attempt:
             raise ServerBusyError("another move to other servers is under way", where=self._where)
+        if arrival.request.halt.round:
+            self._begin_round(job, arrival)
+        else:
+            self._stand_still(job, arrival)
+
+    def _begin_round(self, job: Job, arrival: Arrival) -> None:
+        """Let a worker copy all rows, or those that have changed since the last round, while the job goes on."""
+        halt, shard, copying = arrival.request.halt, job.held(), self._copying
+        if copying is None or copying.attempt != halt.attempt:
+            if halt.round > 1:
+                raise self._is_stale()
+            self._check_may_move(job, arrival.worker)
+            fingerprint = job.plans.current.fingerprint
+            copying = _Copying(halt.attempt, arrival.request, shard, fingerprint, job.progress.loads)
+            self._copying = copying
+        self._check_copied(job, copying)
+        if halt.round > copying.round:
+            shard.apply_pending()
+            copying.round, copying.since, copying.following = halt.round, copying.following, shard.history.next_epoch()
+        about = {
+            "job_id": job.job_id,
+            "seed": shard.seed,
+            "options": shard.options,
+            "former": [plan.spec.to_json() for plan in job.plans.former],
+        }
+        cursor = shard.first_rows(copying.since)
+        arrival.answer(pb.Reply(version=job.rounds.gate.version, cursor=cursor, about=json.dumps(about)))
+
+    def _check_copied(self, job: Job, copying: _Copying) -> None:
+        found = job.shard, job.plans.current.fingerprint, job.progress.loads
+        if found != (copying.shard, copying.fingerprint, copying.loads):
+            raise self._is_stale()
+
+    def _is_stale(self) -> FleetError:
+        return MissedError("values were replaced, or parameters joined, while the job was copied", where=self._where)
+
+    def _export(self, job: Job | None, arrival: Arrival) -> None:
+        """Answer with a piece of what is copied."""
+        self._members.check(arrival.request, parting=False)
+        copying = self._copying
+        assert job is not None, "a member exists only with a job"
+        assert copying is not None, "it is asked for by its name"
+        self._check_copied(job, copying)
+        piece = copying.shard.export(arrival.request.export.cursor, copying.since)
+        about = json.dumps({"tensors": list(piece.tensors), **piece.about})
+        reply = pb.Reply(version=job.rounds.gate.version, cursor=piece.next_cursor, about=about)
+        arrival.answer(reply, [WireTensor.of(tensor) for tensor in piece.tensors.values()])
+
+    def _stand_still(self, job: Job, arrival: Arrival) -> None:
+        request, copying = arrival.request, self._copying
         if self._halt is None:
-            self._check_may_move(job, request)
+            if copying is None or copying.attempt != request.halt.attempt:
+                raise self._is_stale()
+            self._check_may_move(job, request.worker)
+            self._check_copied(job, copying)
+            self._check_version(job, request)
             job.background.give_up()
-            job.background.begin_checkpoint(attempt, 0, request.worker)
-            self._halt = _Halt(attempt, request)
+            self._halt = _Halt(copying.attempt, request)
+            copying.since = copying.following
         shard = job.held()
         shard.apply_pending()
         open_pushes = {
@@ -233,8 +307,16 @@ class Moving:
         reply = pb.Reply(version=job.rounds.gate.version, about=about)
         arrival.answer(reply, [_tensor_of(data) for _, data in records])
 
-    def _check_may_move(self, job: Job, request: Any) -> None:
+    def _check_may_move(self, job: Job, worker: int) -> None:
         refuse_unmovable(job.plans.current.spec, is_durable=self._is_durable)
+        others = [name for name, writer in job.claims.dump()["begun"].items() if writer != worker]
+        if not job.is_whole or job.plans.outgrown or others:
+            doing = ", ".join(others) or "parameters join the job"
+            raise ServerBusyError(
+                "the job does something that has to end before it moves", where=self._where, got=doing
+            )
+
+    def _check_version(self, job: Job, request: Any) -> None:
         if request.halt.version != job.rounds.gate.version or job.rounds.due or job.cuts:
             raise ProtocolError(
                 "the job went on while it was to stand still",
@@ -242,21 +324,15 @@ class Moving:
                 expected=f"version {request.halt.version}",
                 got=f"version {job.rounds.gate.version}",
             )
-        others = [name for name, writer in job.claims.dump()["begun"].items() if writer != request.worker]
-        if not job.is_whole or job.plans.outgrown or others:
-            doing = ", ".join(others) or "parameters join the job"
-            raise ServerBusyError(
-                "the job does something that has to end before it moves", where=self._where, got=doing
-            )
 
     # ---------------------------------------------------------------- the servers to come
 
     def _get_ready(self, job: Job | None, arrival: Arrival) -> None:
-        stage = arrival.request.stage
+        stage, self._was_filled = arrival.request.stage, True
         if self._stage is not None and self._stage.attempt == stage.attempt:
             arrival.answer(pb.Reply())
             return
-        if job is not None and (self._halt is None or self._halt.attempt != stage.attempt):
+        if job is not None and (self._copying is None or self._copying.attempt != stage.attempt):
             raise ServerBusyError("this server has a job already", where=self._where)
         if self._is_left or (job is None and (self._is_durable or not self._may_begin)):
             raise UnsupportedError(
@@ -268,23 +344,23 @@ class Moving:
         refuse_unmovable(spec, is_durable=self._is_durable)
         self._check_servers(stage, spec, is_new=job is None)
         try:
-            state = json.loads(stage.state)
-            check_job_id(self._endpoint, self._settings.job_id, state["job_id"])
+            told = json.loads(stage.about)
+            check_job_id(self._endpoint, self._settings.job_id, told["job_id"])
             most_bytes = self._settings.security.max_message_bytes
-            new = new_job(spec, state["job_id"], self._where, most_bytes, self._settings.rpc_deadline_s)
-            plan, options = new.plans.current, tuple(state["options"])
+            new = new_job(spec, told["job_id"], self._where, most_bytes, self._settings.rpc_deadline_s)
+            plan, options = new.plans.current, tuple(told["options"])
             check_fingerprint(self._endpoint, plan, stage.fingerprint)
             check_share(self._endpoint, plan, server, options, most_bytes)
-            former = [JobSpec.from_json(each).on_servers(spec.settings.server_num) for each in state["former"]]
-            state["former"] = [each.to_json() for each in former]
-            shard = self._make_shard(plan, server, state["seed"], options)
+            shard = self._make_shard(plan, server, told["seed"], options)
         except (LookupError, TypeError, ValueError) as error:
-            if isinstance(error, FleetError):
-                raise
-            raise ProtocolError("the state of a job cannot be read", where=self._where, got=repr(error)) from None
-        records = tuple(arrival.tensors)
-        self._stage = _Stage(stage.attempt, new, shard, state, records, Refill(shard, self._where))
+            raise self._unreadable(error) from None
+        self._stage = _Stage(stage.attempt, new, shard, Refill(shard, self._where))
         arrival.answer(pb.Reply())
+
+    def _unreadable(self, error: Exception) -> FleetError:
+        if isinstance(error, FleetError):
+            return error
+        return ProtocolError("the state of a job cannot be read", where=self._where, got=repr(error))
 
     def _check_servers(self, stage: Any, spec: JobSpec, *, is_new: bool) -> None:
         known, endpoints = [str(each) for each in self._handshake.expected_servers], list(stage.endpoints)
@@ -300,35 +376,55 @@ class Moving:
 
     def _fill(self, job: Job | None, arrival: Arrival) -> None:
         del job
-        fill, stage = arrival.request.fill, self._stage
+        fill, stage, self._was_filled = arrival.request.fill, self._stage, True
         if stage is None or stage.attempt != fill.attempt:
             raise MissedError("a server was started again, or has given up, while the job moved", where=self._where)
         if fill.number > stage.filled:
-            if fill.about:
-                stage.refill.add(json.loads(fill.about), arrival.tensors)
+            if fill.state:
+                self._complete(stage, fill.state, arrival.tensors)
             else:
-                stage.refill.end()
-                take_up(stage.job, stage.shard, stage.state, self._clock.now())
-                for kind, tensor in zip(stage.state[_RECORDS], stage.records, strict=True):
-                    recall(stage.job, Kind[kind], read_frame(pb.Reply, [tensor.numpy().tobytes()]))
-                stage.is_whole = True
+                stage.refill.add(json.loads(fill.about), arrival.tensors)
             stage.filled = fill.number
         arrival.answer(pb.Reply())
+
+    def _complete(self, stage: _Stage, text: str, records: Sequence[WireTensor]) -> None:
+        """Let what this server has been filled with be as far as the job that it comes from."""
+        servers = stage.job.plans.current.spec.settings.server_num
+        try:
+            stage.refill.end()
+            state = json.loads(text)
+            former = [JobSpec.from_json(each).on_servers(servers) for each in state["former"]]
+            state["former"] = [each.to_json() for each in former]
+            stage.shard.set_options(state["options"])
+            take_up(stage.job, stage.shard, state, self._clock.now())
+            for kind, tensor in zip(state[_RECORDS], records, strict=True):
+                recall(stage.job, Kind[kind], read_frame(pb.Reply, [tensor.numpy().tobytes()]))
+            stage.members = [_member(record) for record in state["members"]]
+        except (LookupError, TypeError, ValueError) as error:
+            raise self._unreadable(error) from None
+        stage.is_whole = True
+
+    def was_filled(self) -> bool:
+        """Say, once, whether somebody has been filling this server, which has no job yet."""
+        was_filled, self._was_filled = self._was_filled, False
+        return was_filled
 
     # ---------------------------------------------------------------- the end of a move
 
     def _switch(self, job: Job | None, arrival: Arrival) -> None:
         """Make the move, or give it up."""
         switch, worker, halt, stage = arrival.request.switch, arrival.worker, self._halt, self._stage
-        is_known = switch.attempt in (halt and halt.attempt, stage and stage.attempt)
+        copying = self._copying
+        is_begun = switch.attempt in (copying and copying.attempt, stage and stage.attempt)
+        is_ready = is_begun and (job is None or halt is not None) and (stage is None or stage.is_whole)
         is_first = job is not None and halt is not None and job.held().server == 0
         is_driver = halt is not None and self._members.has(arrival.request) and halt.request.worker == worker
         if switch.given_up:
-            if is_known and (is_driver or not is_first):
-                self._give_up(job)
+            if is_begun and (is_driver or not is_first):
+                self._give_up()
         elif switch.attempt == self._made:
             self._gone_over.add(worker)
-        elif not is_known or (stage is not None and not stage.is_whole):
+        elif not is_ready:
             raise ServerLostError(
                 "this server does not know what it was to take over: it was started again, or has given up",
                 where=self._where,
@@ -345,19 +441,19 @@ class Moving:
         waiting = [each.respond for each in job.abandon()] if job is not None else []
         waiting += [respond for _, respond in halt.held] if halt is not None else []
         outbox += [(respond, error_reply(self._moved())) for respond in waiting]
-        self._halt = self._stage = None
+        self._copying = self._halt = self._stage = None
         self._made, self._servers, self._gone_over = switch.attempt, tuple(switch.endpoints), set()
         self._wanted, self._refusal = (), ""
         if stage is None:
             self._is_left = True
             return
         records = []
-        for record in stage.state["members"]:
+        for record in stage.members:
             number, standing, incarnation, label = record
             if Standing(standing) is Standing.LIVE:
                 self._former.setdefault(number, set()).add(incarnation)
                 record = (number, standing, incarnation + 1, label)
-            records.append(_member(record))
+            records.append(record)
         self._members.restore(stage.job.plans.current.spec.settings, records)
         self._handshake.expect(tuple(map(Endpoint.parse, self._servers)))
         self._begin(stage.job)
@@ -365,12 +461,11 @@ class Moving:
             "%s: the job has moved, and this is server %d of %d", self._where, stage.shard.server, len(self._servers)
         )
 
-    def _give_up(self, job: Job | None) -> None:
+    def _give_up(self) -> None:
         """Go on as if nothing had happened."""
-        halt, self._halt, self._stage = self._halt, None, None
+        halt = self._halt
+        self._copying = self._halt = self._stage = None
         if halt is not None:
-            assert job is not None
-            job.background.give_up()
             self._released += halt.held
 
     def wanted_of(self, worker: int) -> tuple[str, ...]:

@@ -344,6 +344,8 @@ class Service:
         with self._lock:
             self.end.end_if_rows_are_lost(self.job, outbox)
             is_left = self._moving.tick(self.job, now, outbox)
+            if self._moving.was_filled():
+                self._departure.await_the_first()
             if not is_left:
                 self._departure.tick(self.job, now, outbox)
             if self.job is not None and not is_left:

@@ -164,6 +164,10 @@ class Shard:
         """Return the param groups' options as they were pushed last."""
         return self._options_text
 
+    def set_options(self, options: Sequence[str]) -> None:
+        """Have the param groups' options be what they are on other servers."""
+        self._options, self._options_text = self.check_options(self.plan, options), tuple(options)
+
     def adopt(self, plan: Plan, options: Sequence[str]) -> None:
         """Take over a plan that continues the present one."""
         self._options, self._options_text = self.check_options(plan, options), tuple(options)
@@ -621,6 +625,10 @@ class Shard:
             export = {"counts": self._export_counts, "removed": self._export_removed, "table": self._export_rows}
             return export[found["kind"]](int(found["first"]), int(found["second"]), since, frozen)
         raise ProtocolError("an export's cursor is unknown", got=repr(cursor)[:60])
+
+    def first_rows(self, since: int = 0) -> str:
+        """Return the cursor of the first rows that were changed in the epoch ``since`` or later."""
+        return self._cursor("counts", 0, since)
 
     def _export_dense(self, position: int, start: int, since: int, *, state: bool, counts: bool) -> Piece:
         """Export blocks from one on, a large one in parts."""

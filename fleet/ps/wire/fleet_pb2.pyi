@@ -159,14 +159,16 @@ class Fetch(_message.Message):
     def __init__(self, number: _Optional[int] = ..., cursor: _Optional[str] = ...) -> None: ...
 
 class Fill(_message.Message):
-    __slots__ = ["about", "attempt", "number"]
+    __slots__ = ["about", "attempt", "number", "state"]
     ABOUT_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
     about: str
     attempt: str
     number: int
-    def __init__(self, attempt: _Optional[str] = ..., number: _Optional[int] = ..., about: _Optional[str] = ...) -> None: ...
+    state: str
+    def __init__(self, attempt: _Optional[str] = ..., number: _Optional[int] = ..., about: _Optional[str] = ..., state: _Optional[str] = ...) -> None: ...
 
 class Follow(_message.Message):
     __slots__ = ["server", "servers"]
@@ -199,12 +201,14 @@ class Give(_message.Message):
     def __init__(self, name: _Optional[str] = ..., last: bool = ..., steps: _Optional[int] = ...) -> None: ...
 
 class Halt(_message.Message):
-    __slots__ = ["attempt", "version"]
+    __slots__ = ["attempt", "round", "version"]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     attempt: str
+    round: int
     version: int
-    def __init__(self, attempt: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
+    def __init__(self, attempt: _Optional[str] = ..., version: _Optional[int] = ..., round: _Optional[int] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ["endpoints", "fingerprint", "job_id", "label", "options", "seed", "server", "spec"]
@@ -595,20 +599,20 @@ class Shrink(_message.Message):
     def __init__(self, now: _Optional[float] = ..., version: _Optional[int] = ...) -> None: ...
 
 class Stage(_message.Message):
-    __slots__ = ["attempt", "endpoints", "fingerprint", "server", "spec", "state"]
+    __slots__ = ["about", "attempt", "endpoints", "fingerprint", "server", "spec"]
+    ABOUT_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     SERVER_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
-    STATE_FIELD_NUMBER: _ClassVar[int]
+    about: str
     attempt: str
     endpoints: _containers.RepeatedScalarFieldContainer[str]
     fingerprint: str
     server: int
     spec: str
-    state: str
-    def __init__(self, attempt: _Optional[str] = ..., spec: _Optional[str] = ..., fingerprint: _Optional[str] = ..., server: _Optional[int] = ..., endpoints: _Optional[_Iterable[str]] = ..., state: _Optional[str] = ...) -> None: ...
+    def __init__(self, attempt: _Optional[str] = ..., spec: _Optional[str] = ..., fingerprint: _Optional[str] = ..., server: _Optional[int] = ..., endpoints: _Optional[_Iterable[str]] = ..., about: _Optional[str] = ...) -> None: ...
 
 class Status(_message.Message):
     __slots__ = []

@@ -166,6 +166,8 @@ class Connection:
                 silent_s = self._clock.now() - began
                 if silent_s > self.deadline_s:
                     raise self._silence_error(silent_s) from None
+            if self.failure is not None:
+                raise self.reported_failure()
             _log.debug("%s is asked again for %s", self.endpoint, what)
             self._clock.sleep(RETRY_PAUSE_S)
 

@@ -1,13 +1,17 @@
-"""One worker moves its job to other servers: those that there are stand still, all that they have is copied, and the
-first of them decides. Other workers wait at their next request meanwhile, and go over with it.
+"""One worker moves its job to other servers: rows are copied while it trains, then all servers stand still for what has
+changed meanwhile, and the first of them decides. Other workers wait at their next request that long, and go over with
+it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
-from collections.abc import Iterator, Sequence
+import math
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from fleet.base.cluster import Endpoint
@@ -16,8 +20,10 @@ from fleet.errors import (
     ArgumentTypeError,
     ConfigurationError,
     FleetError,
+    MissedError,
     ServerBusyError,
     ServersMovedError,
+    StateError,
     UnsupportedError,
 )
 from fleet.numeric.ids import partition
@@ -37,30 +43,59 @@ _log = logging.getLogger("fleet.worker")
 _MOST_REASON = 2000
 #: Where an export begins.
 _FIRST = "dense:0:0"
+#: Rows that have changed while the last ones were copied are copied in a further round, so often, as long as they are
+#: more than so many and become fewer.
+_MOST_ROUNDS, _FEW = 8, 1 << 14
+#: What tells the moves that this process begins from each other.
+_numbers = itertools.count(1)
+#: A copy beside the training leaves it alone for so many times as long as a piece has taken.
+_REST = 8.0
 
 
 def resize(worker: WorkerRuntime, endpoints: object) -> None:
     servers = _checked(endpoints)
-    if worker.assignment.embedded:
-        raise UnsupportedError("a job of one process has its server in it", todo="Start servers of their own.")
-    refuse_unmovable(worker.trained.plan.spec)
-    with worker.turns:
-        worker.finish_interrupted("resize_servers()")
-        worker.following(worker.flush)
-        call = f"resize_servers({','.join(map(str, servers))})"
-        once(
-            worker, worker.progress.name_of_call(call), lambda granted: _move(worker, servers, granted), by_anyone=True
-        )
+    _refuse_unmovable(worker)
+    _once(worker, servers, lambda: Copy(worker, servers).move())
 
 
-def move_as_asked(worker: WorkerRuntime) -> None:
-    """Move the job to the servers that somebody outside wants it to have. What keeps it from moving is told there, and
-    the training goes on."""
-    try:
-        resize(worker, list(worker.connections.wanted_servers))
-    except FleetError as error:
-        if not worker.connections.is_healthy:
-            raise
+class AskedMove:
+    """Moves a job to the servers that somebody outside wants it to have: it is copied on a thread beside the training,
+    and moves after a step."""
+
+    def __init__(self, worker: WorkerRuntime) -> None:
+        self._worker = worker
+        self._copy: Copy | None = None
+
+    def go_on(self) -> None:
+        """Do what there is to do after a step. What keeps the job from moving is told outside, and the training goes
+        on."""
+        worker = self._worker
+        try:
+            servers = _checked(list(worker.connections.wanted_servers))
+            _refuse_unmovable(worker)
+            if self._copy is None or self._copy.servers != servers:
+                self.give_up()
+                self._copy = Copy(worker, servers)
+                self._copy.begin_beside()
+            elif not self._copy.is_under_way:
+                copy, self._copy = self._copy, None
+                _once(worker, servers, copy.move)
+        except MissedError:
+            self.give_up()  # it begins anew after the next step
+        except FleetError as error:
+            self.give_up()
+            if not worker.connections.is_healthy:
+                raise
+            self._refuse(error)
+
+    def give_up(self) -> None:
+        """Have the job stay where it is."""
+        copy, self._copy = self._copy, None
+        if copy is not None:
+            copy.give_up()
+
+    def _refuse(self, error: FleetError) -> None:
+        worker = self._worker
         _log.warning("the job stays with its servers: %s", error)
         refusal = pb.Rearrange(failure=str(error)[:_MOST_REASON])
         for connection in worker.connections.by_server:
@@ -68,6 +103,23 @@ def move_as_asked(worker: WorkerRuntime) -> None:
             connection.call(
                 Frame(connection.request(worker.progress.completed, rearrange=refusal)), "a refusal to move"
             )
+
+
+def _refuse_unmovable(worker: WorkerRuntime) -> None:
+    if worker.assignment.embedded:
+        raise UnsupportedError("a job of one process has its server in it", todo="Start servers of their own.")
+    refuse_unmovable(worker.trained.plan.spec)
+
+
+def _once(worker: WorkerRuntime, servers: tuple[Endpoint, ...], move: Callable[[], None]) -> None:
+    """Have one worker move the job, after all that this one has computed is applied."""
+    with worker.turns:
+        worker.finish_interrupted("resize_servers()")
+        worker.following(worker.flush)
+        if servers == worker.assignment.servers:
+            return
+        call = f"resize_servers({','.join(map(str, servers))})"
+        once(worker, worker.progress.name_of_call(call), lambda _: move(), by_anyone=True)
 
 
 def _checked(endpoints: object) -> tuple[Endpoint, ...]:
@@ -79,103 +131,168 @@ def _checked(endpoints: object) -> tuple[Endpoint, ...]:
     return servers
 
 
-def _move(worker: WorkerRuntime, servers: tuple[Endpoint, ...], granted: dict[str, Any]) -> None:
-    if servers == worker.assignment.servers:
-        return
-    attempt = f"{granted['name']} by {worker.incarnation}"
-    former = [*worker.connections.by_server]
-    new = worker.connect(servers, worker.incarnation)
-    try:
-        for connection in new:  # now, not when all stand still
-            connection.hello(Frame(connection.request(0, where=pb.Where())), wait=True)
+class Copy:
+    """Is what one worker copies from the servers that there are to those that are to be."""
+
+    def __init__(self, worker: WorkerRuntime, servers: tuple[Endpoint, ...]) -> None:
+        self.servers = servers
+        self._worker = worker
+        self._attempt = f"move {next(_numbers)} by {worker.incarnation}"
+        self._former = [*worker.connections.by_server]
+        self._plan = make_plan(worker.trained.plan.spec.on_servers(len(servers)))
+        self._new = worker.connect(servers, worker.incarnation)
+        self._number = 0
+        self._has_rows = self._is_over = False
+        self._beside: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    # ---------------------------------------------------------------- beside the training
+
+    def begin_beside(self) -> None:
+        """Begin to copy rows, on a thread of its own."""
+        self._beside = threading.Thread(target=self._copy_beside, name="fleet-move-copy", daemon=True)
+        self._beside.start()
+
+    @property
+    def is_under_way(self) -> bool:
+        return self._beside is not None and self._beside.is_alive()
+
+    def _copy_beside(self) -> None:
         try:
-            states = _halt(worker, former, attempt)
-            _stage(worker, new, attempt, servers, *states)
-            _copy(worker, former, new, attempt)
+            self._copy_rows(rest=_REST)
+        except BaseException as error:
+            self._failure = error
+            self.give_up()
+
+    # ---------------------------------------------------------------- the whole of it
+
+    def move(self) -> None:
+        """Copy what is not copied yet, and move the job."""
+        try:
+            if self._failure is not None:
+                raise self._failure
+            if not self._has_rows:
+                self._copy_rows()
+            state, records = self._stand_still()
+            for about, tensors in self._exported(_FIRST for _ in self._former):
+                self._fill(about, tensors)
+            self._complete(state, records)
         except BaseException:
-            over = pb.Switch(attempt=attempt, given_up=True)
-            for connection in (*former, *new):
-                connection.farewell(Frame(connection.request(0, switch=over)))
+            self.give_up()
             raise
-    finally:
-        for connection in new:
+        self._close()
+        worker, move = self._worker, Move(self._attempt, self.servers)
+        told = pb.Switch(attempt=self._attempt, endpoints=map(str, self.servers))
+        first = self._former[0]
+
+        def decide() -> None:
+            with contextlib.suppress(ServersMovedError):  # a heartbeat has heard of it, and the answer was lost
+                first.call(Frame(first.request(0, switch=told)), "the move to other servers")
+            worker.go_over(move)
+
+        run_uninterrupted(decide, "fleet-move")
+
+    def give_up(self) -> None:
+        """Have the job stay where it is."""
+        if self._is_over:
+            return
+        over = pb.Switch(attempt=self._attempt, given_up=True)
+        for connection in (*self._former, *self._new):
+            connection.farewell(Frame(connection.request(0, switch=over)))
+        self._close()
+
+    def _close(self) -> None:
+        self._is_over = True
+        for connection in self._new:
             connection.close()
-    told = pb.Switch(attempt=attempt, endpoints=map(str, servers))
 
-    def decide() -> None:
-        with contextlib.suppress(ServersMovedError):  # a heartbeat has heard of it, and the answer was lost
-            former[0].call(Frame(former[0].request(0, switch=told)), "the move to other servers")
-        worker.go_over(Move(attempt, servers))
+    # ---------------------------------------------------------------- its parts
 
-    run_uninterrupted(decide, "fleet-move")
+    def _copy_rows(self, rest: float = 0.0) -> None:
+        """Copy the rows of all servers, and again those that have changed meanwhile, until they are few; leave the
+        training alone for ``rest`` times as long as it takes."""
+        for connection in self._new:
+            connection.hello(Frame(connection.request(0, where=pb.Where())), wait=True, watch=self._refuse_if_over)
+        before: float = math.inf
+        for number in range(1, _MOST_ROUNDS + 1):
+            begun = [self._let_go(connection, number) for connection in self._former]
+            if number == 1:
+                self._stage(begun[0].message.about)
+            rows = 0
+            for about, tensors in self._exported((reply.message.cursor for reply in begun), rest):
+                rows += about["rows"]
+                self._fill(about, tensors)
+            if rows <= _FEW or rows > before / 2:
+                break
+            before = rows
+        self._has_rows = True
 
+    def _refuse_if_over(self) -> None:
+        if self._worker.stopped or self._is_over:
+            raise StateError("the move to other servers was given up")
 
-def _halt(worker: WorkerRuntime, former: Sequence[Connection], attempt: str) -> tuple[str, Sequence[WireTensor]]:
-    """Let the servers stand still, the first one first; return the state of the job, and the records beside it."""
-    step, halt = worker.progress.completed, pb.Halt(attempt=attempt, version=worker.progress.completed)
-    clock = former[0].clock
-    began, replies = clock.now(), []
-    for connection in former:
+    def _stand_still(self) -> tuple[str, Sequence[WireTensor]]:
+        """Let the servers stand still, the first one first; return the state of the job, and the records beside it."""
+        replies = [self._let_go(connection, 0) for connection in self._former]
+        return replies[0].message.about, replies[0].tensors
+
+    def _let_go(self, connection: Connection, number: int) -> Frame:
+        completed, clock = self._worker.progress.completed, connection.clock
+        halt, began = pb.Halt(attempt=self._attempt, version=completed, round=number), clock.now()
         while True:
             try:
-                replies.append(connection.call(Frame(connection.request(step, halt=halt)), "a move to other servers"))
-                break
+                return connection.call(Frame(connection.request(completed, halt=halt)), "a move to other servers")
             except ServerBusyError:
                 if clock.now() - began > connection.deadline_s:
                     raise
+                self._refuse_if_over()
                 clock.sleep(RETRY_PAUSE_S)
-    return replies[0].message.about, replies[0].tensors
 
+    def _stage(self, about: str) -> None:
+        """Let every new server get ready to take over its part."""
+        for server, connection in enumerate(self._new):
+            stage = pb.Stage(
+                attempt=self._attempt,
+                spec=self._plan.spec.to_json(),
+                fingerprint=self._plan.fingerprint,
+                server=server,
+                endpoints=map(str, self.servers),
+                about=about,
+            )
+            connection.insist(Frame(connection.request(0, stage=stage)), "a move to other servers")
 
-def _stage(
-    worker: WorkerRuntime,
-    new: Sequence[Connection],
-    attempt: str,
-    servers: Sequence[Endpoint],
-    state: str,
-    records: Sequence[WireTensor],
-) -> None:
-    """Let every new server get ready to take over its part."""
-    plan = make_plan(worker.trained.plan.spec.on_servers(len(servers)))
-    without = json.dumps({**json.loads(state), "records": []})
-    for server, connection in enumerate(new):
-        stage = pb.Stage(
-            attempt=attempt,
-            spec=plan.spec.to_json(),
-            fingerprint=plan.fingerprint,
-            server=server,
-            endpoints=map(str, servers),
-            state=without if server else state,
-        )
-        connection.insist(
-            Frame(connection.request(0, stage=stage), [] if server else [*records]), "a move to other servers"
-        )
+    def _exported(
+        self, cursors: Iterable[str], rest: float = 0.0
+    ) -> Iterator[tuple[dict[str, Any], Sequence[WireTensor]]]:
+        """Yield what the servers have, from a cursor of each on."""
+        completed = self._worker.progress.completed
+        for connection, first in zip(self._former, cursors, strict=True):
+            cursor, clock = first, connection.clock
+            while cursor:
+                self._refuse_if_over()
+                began = clock.now()
+                export = pb.Export(cursor=cursor, version=completed, checkpoint=self._attempt)
+                reply = connection.call(Frame(connection.request(completed, export=export)), f"export of {cursor}")
+                took = clock.now() - began
+                yield json.loads(reply.message.about), reply.tensors
+                cursor = reply.message.cursor
+                if rest:
+                    clock.sleep(rest * took)
 
+    def _fill(self, about: dict[str, Any], tensors: Sequence[WireTensor]) -> None:
+        """Give the new servers their parts of a piece."""
+        self._number += 1
+        fill = pb.Fill(attempt=self._attempt, number=self._number, about=json.dumps(about))
+        for connection, part in zip(self._new, _parts(about, tensors, len(self._new)), strict=True):
+            connection.insist(Frame(connection.request(0, fill=fill), [*part]), f"piece {self._number} of a move")
 
-def _copy(worker: WorkerRuntime, former: Sequence[Connection], new: Sequence[Connection], attempt: str) -> None:
-    """Copy the values of all servers to those that are to have them."""
-    number = 0
-
-    def fill(about: str, parts: Sequence[Sequence[WireTensor]]) -> None:
-        message = pb.Fill(attempt=attempt, number=number, about=about)
-        for connection, tensors in zip(new, parts, strict=True):
-            connection.insist(Frame(connection.request(0, fill=message), [*tensors]), f"piece {number} of a move")
-
-    for connection in former:
-        for about, tensors in _exported(connection, worker.progress.completed, attempt):
-            number += 1
-            fill(about, _parts(json.loads(about), tensors, len(new)))
-    number += 1
-    fill("", [()] * len(new))
-
-
-def _exported(connection: Connection, step: int, attempt: str) -> Iterator[tuple[str, Sequence[WireTensor]]]:
-    cursor = _FIRST
-    while cursor:
-        export = pb.Export(cursor=cursor, version=step, checkpoint=attempt)
-        reply = connection.call(Frame(connection.request(step, export=export)), f"export of {cursor}")
-        yield reply.message.about, reply.tensors
-        cursor = reply.message.cursor
+    def _complete(self, state: str, records: Sequence[WireTensor]) -> None:
+        self._number += 1
+        without = json.dumps({**json.loads(state), "records": []})
+        for server, connection in enumerate(self._new):
+            fill = pb.Fill(attempt=self._attempt, number=self._number, state=without if server else state)
+            frame = Frame(connection.request(0, fill=fill), [] if server else [*records])
+            connection.insist(frame, "the end of a move")
 
 
 def _parts(about: dict[str, Any], tensors: Sequence[WireTensor], servers: int) -> list[Sequence[WireTensor]]:

@@ -85,6 +85,8 @@ class WorkerRuntime:
         self.assignment = assignment
         #: moves the job to the servers that somebody outside wants it to have
         self.move_as_asked: Callable[[], None] = lambda: None
+        #: gives that up
+        self.before_close: Callable[[], None] = lambda: None
         self._describe = describe
         self._strategy = strategy
         self._settings = settings
@@ -684,6 +686,7 @@ class WorkerRuntime:
 
     def close(self) -> None:
         self.stopped = True
+        self.before_close()
         for handle in self.trained.description.handles:
             handle.end()
         if self._prediction is not None:
