@@ -491,8 +491,8 @@ class Fleet:
     def resize_servers(self, endpoints: Sequence[str]) -> None:
         """Move the job, which runs, to the servers at ``endpoints``, some of which it may have already. One worker
         calls it, or all do; it returns when the move is done. Servers that are new have been started with this list, or
-        with ``fleet server``. ``run_server()`` of one that is not on it returns. Only synchronous jobs without
-        ``FLEET_DURABLE_DIR`` move (docs/scaling.md).
+        with ``fleet server``. ``run_server()`` of one that is not on it returns. docs/scaling.md says which
+        jobs can move.
 
         Examples:
             >>> fleet.resize_servers(["127.0.0.1:7164", "127.0.0.1:7165"])

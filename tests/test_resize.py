@@ -265,6 +265,112 @@ def resumed_after(monkeypatch: pytest.MonkeyPatch, moment: str, first: list[int]
     return [job.results[worker] for worker in range(2)]
 
 
+# ---------------------------------------------------------------------------------------------- workers share no steps
+
+MODES = {
+    "async": lambda: StrategyFactory.create_async_strategy(),
+    "half_async": lambda: StrategyFactory.create_half_async_strategy(),
+    "ssp": lambda: StrategyFactory.create_ssp_strategy(staleness=2),
+}
+
+
+class Constant(torch.nn.Module):
+    """Has the same gradients whatever its values are: the order of updates makes no difference, and each counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = fleet_package.nn.Embedding(None, 4)
+        self.small = torch.nn.Linear(4, 3)
+        self.large = torch.nn.Linear(3, 9000)
+
+    def forward(self) -> torch.Tensor:
+        rows = self.table(torch.arange(40)).sum()
+        return 0.5 * rows + sum(param.sum() for part in (self.small, self.large) for param in part.parameters())
+
+
+def training_freely(
+    optimizers: str, mode: str, then: list[str] | None, steps: int = 24
+) -> Callable[[Fleet, int], dict[str, torch.Tensor]]:
+    def body(fleet: Fleet, worker: int) -> dict[str, torch.Tensor]:
+        with one_at_a_time:
+            torch.manual_seed(7)
+            model = Constant()
+        optimizer = fleet.distributed_optimizer(OPTIMIZERS[optimizers](model), MODES[mode](), model=model)
+        fleet.init_worker()
+        for step in range(steps):
+            if step == 8 and then is not None and worker == 0:
+                fleet.resize_servers(then)
+            optimizer.zero_grad()
+            before = [param.detach().clone() for param in model.large.parameters()]
+            loss = model()
+            assert all(map(torch.equal, before, model.large.parameters())), "a parameter has changed under a forward"
+            loss.backward()
+            optimizer.step()
+        fleet.barrier_worker()
+        return fleet.state_dict(model)
+
+    return body
+
+
+@functools.cache
+def undisturbed_freely(optimizers: str, mode: str) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = Job(training_freely(optimizers, mode, None), 3, 2).run()[0]
+    return found
+
+
+@pytest.mark.parametrize("optimizers", OPTIMIZERS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.pairs
+def test_every_update_counts_once_where_workers_share_no_steps(optimizers: str, mode: str, move: str) -> None:
+    first, then = MOVES[move]
+    # A server hears of each push later than the others: when it is to stand still they have pushes that it has not.
+    late = Fault(Action.DELAY, endpoint=Endpoint.parse(f"server{first[-1]}:1"), kind="push", times=None, delay_s=0.01)
+    network = FaultyNetwork(LoopbackNetwork(), late)
+    body = training_freely(optimizers, mode, names(then))
+    for state in Resized(body, first, then, workers=3, network=network).run():
+        expected = undisturbed_freely(optimizers, mode)
+        assert state.keys() == expected.keys()
+        for name, value in state.items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["halt", "fill", "switch", "hello", "push", "pull"])
+@pytest.mark.parametrize("action", [Action.DROP_REQUEST, Action.DROP_REPLY, Action.DUPLICATE])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.pairs
+def test_no_message_has_to_arrive_the_first_time_where_workers_share_no_steps(
+    mode: str, action: Action, kind: str
+) -> None:
+    faults = [
+        Fault(action, kind=kind, skip=skip) for skip in ((1, 3) if kind in ("halt", "hello", "switch") else (9, 20))
+    ]
+    network = FaultyNetwork(LoopbackNetwork(), *faults)
+    body = training_freely("momentum", mode, names([1, 2]))
+    for state in Resized(body, [0, 1], [1, 2], workers=3, network=network).run():
+        for name, value in state.items():
+            expected = undisturbed_freely("momentum", mode)[name]
+            torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_server_takes_what_others_have_before_it_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pushes of one worker reach one server only when the others stand still."""
+    asked, let_go = list[Any](), resizing.Copy._let_go
+
+    def noted(copy: Any, connection: Any, number: int, delivered: Any = None) -> Any:
+        asked.append(delivered)
+        return let_go(copy, connection, number, delivered)
+
+    monkeypatch.setattr(resizing.Copy, "_let_go", noted)
+    late = Fault(Action.DELAY, Endpoint.parse("server1:1"), 1, kind="push", times=None, delay_s=0.3)
+    network = FaultyNetwork(LoopbackNetwork(), late)
+    states = Resized(training_freely("adam", "half_async", names([1, 2]), 12), [0, 1], [1, 2], 3, network=network).run()
+    assert any(asked)
+    expected = Job(training_freely("adam", "half_async", None, 12), 3, 2).run()[0]
+    for name, value in states[0].items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
+
+
 def test_who_starts_again_with_the_old_list_is_told_the_new_one() -> None:
     def body(fleet: Fleet, worker: int) -> Any:
         first = training("adagrad", names([1, 2]))(fleet, worker)
@@ -290,7 +396,7 @@ def test_who_starts_again_with_the_old_list_is_told_the_new_one() -> None:
 @pytest.mark.parametrize(
     ("strategy", "reason"),
     [
-        (fleet_package.StrategyFactory.create_async_strategy, "the mode 'async'"),
+        (fleet_package.StrategyFactory.create_gba_strategy, "the mode 'gba'"),
         (lambda: fleet_package.StrategyFactory.create_geo_strategy(2), "the mode 'geo'"),
     ],
 )
@@ -466,11 +572,11 @@ def test_what_keeps_a_job_from_moving_is_told_outside_and_the_training_goes_on()
 
 
 def test_a_job_that_cannot_move_says_so_at_once() -> None:
-    body, goes_on = asked_meanwhile("adagrad", StrategyFactory.create_async_strategy())
+    body, goes_on = asked_meanwhile("adagrad", StrategyFactory.create_geo_strategy(2))
     job = Resized(body, [0, 1], [0, 1], environ=BEATING)
     threads = job.start()
     try:
-        with pytest.raises(UnsupportedError, match="the mode 'async'"):
+        with pytest.raises(UnsupportedError, match="the mode 'geo'"):
             changed(job, "remove", 1)
     finally:
         goes_on.set()

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,8 +88,22 @@ class _Halt:
     request: Any
     #: kept until the move is over
     held: list[tuple[Frame, Respond]] = field(default_factory=list)
+    #: how far each worker is on other servers; what that takes is let through
+    delivered: Mapping[int, int] = field(default_factory=dict)
     #: whether the driver is gone: what has become of the move is known to the first server
     is_orphaned: bool = False
+
+    def lets_through(self, request: Any) -> bool:
+        """Say whether other servers have a push."""
+        is_push = request.WhichOneof("kind") in ("push", "part")
+        return is_push and request.step <= self.delivered.get(request.worker, 0)
+
+    def let_through(self, delivered: Mapping[int, int]) -> list[tuple[Frame, Respond]]:
+        """Return, of what was kept, the pushes that other servers have."""
+        self.delivered = delivered
+        found = [each for each in self.held if self.lets_through(each[0].message)]
+        self.held = [each for each in self.held if not self.lets_through(each[0].message)]
+        return found
 
 
 @dataclass
@@ -169,7 +183,7 @@ class Moving:
         if handler is not None:
             handler(job, arrival)
             return True
-        if halt is None or kind == "abort":
+        if halt is None or kind == "abort" or halt.lets_through(arrival.request):
             return False
         if kind == "hello" and arrival.worker == halt.request.worker:
             return False  # the driver was killed, and starts again
@@ -284,6 +298,7 @@ class Moving:
             job.background.give_up()
             self._halt = _Halt(copying.attempt, request)
             copying.since = copying.following
+        self._take_delivered(job, self._halt, dict(request.halt.delivered))
         shard = job.held()
         shard.apply_pending()
         open_pushes = {
@@ -307,6 +322,14 @@ class Moving:
         reply = pb.Reply(version=job.rounds.gate.version, about=about)
         arrival.answer(reply, [_tensor_of(data) for _, data in records])
 
+    def _take_delivered(self, job: Job, halt: _Halt, delivered: Mapping[int, int]) -> None:
+        """Take the pushes that other servers have; raise as long as some have not come."""
+        self._released += halt.let_through(delivered)
+        clocks = job.rounds.gate.clocks
+        behind = [worker for worker, step in delivered.items() if clocks.get(worker, step) < step]
+        if behind:
+            raise ServerBusyError("pushes that other servers have are on their way", where=self._where, got=behind)
+
     def _check_may_move(self, job: Job, worker: int) -> None:
         refuse_unmovable(job.plans.current.spec, is_durable=self._is_durable)
         others = [name for name, writer in job.claims.dump()["begun"].items() if writer != worker]
@@ -317,7 +340,8 @@ class Moving:
             )
 
     def _check_version(self, job: Job, request: Any) -> None:
-        if request.halt.version != job.rounds.gate.version or job.rounds.due or job.cuts:
+        is_elsewhere = job.policy.shares_steps and request.halt.version != job.rounds.gate.version
+        if is_elsewhere or job.rounds.due or job.cuts:
             raise ProtocolError(
                 "the job went on while it was to stand still",
                 where=self._where,

@@ -6,7 +6,8 @@ enough gradients have gone, parameters are fetched: by another thread, or with t
 wanted, or not worth it. Fetched values lie ready until the user's thread takes them between two steps: parameters never
 change under a forward or backward.
 
-The first failure on either thread ends both; the user's next call raises it.
+The first failure on either thread ends both; the user's next call raises it. When the servers say that the job has
+moved, both rest until the user's thread has gone over to others, and then send again what was not acknowledged.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from fleet.base.settings import CommunicatorSettings
-from fleet.errors import FleetError
+from fleet.errors import FleetError, ServersMovedError
 from fleet.ps.wire.frame import Frame
 from fleet.ps.worker.gradient_merge import GradientMerge
 from fleet.ps.worker.push import Gradients
@@ -60,6 +62,9 @@ class Communicator:
         self._changed = threading.Condition()
         self._queue: deque[Gradients] = deque()
         self._sending = self._fetching = False
+        #: how many requests are under way; whether none may be; and whether one has met servers that the job has left
+        self._under_way = 0
+        self._is_resting = self._has_moved = False
         self._sent_since_fetch = 0
         self._fresh: list[Frame] | None = None
         self._ending = False
@@ -82,7 +87,8 @@ class Communicator:
     def put(self, gradients: Gradients) -> None:
         """Queue one step's gradients; wait while the queue is full."""
         with self._changed:
-            self._changed.wait_for(lambda: self._over or len(self._queue) < self._settings.send_queue_size)
+            size = self._settings.send_queue_size
+            self._changed.wait_for(lambda: self._over or self._has_moved or len(self._queue) < size)
             self._raise_failure()
             self._queue.append(gradients)
             self._look_up_due = self._gives_way
@@ -106,15 +112,40 @@ class Communicator:
         """Wait until the servers have acknowledged everything."""
         self.looked_up()  # none will come meanwhile
         with self._changed:
-            self._changed.wait_for(lambda: self._over or not (self._queue or self._sending))
+            self._changed.wait_for(lambda: self._over or self._has_moved or not (self._queue or self._sending))
             self._raise_failure()
+            self._refuse_if_moved()
 
     def drop_fetched(self) -> None:
         """Drop what has been fetched, or is being: the servers have other values now."""
         with self._changed:
-            self._changed.wait_for(lambda: self._over or not self._fetching)
+            self._changed.wait_for(lambda: self._over or self._has_moved or not self._fetching)
             self._raise_failure()
+            self._refuse_if_moved()
             self._fresh = None
+
+    def refuse_if_moved(self) -> None:
+        """Raise if a thread has met servers that the job has left, and rests."""
+        if self._has_moved:
+            with self._changed:
+                self._refuse_if_moved()
+
+    def _refuse_if_moved(self) -> None:
+        if self._has_moved:
+            raise ServersMovedError("the job has moved to other servers")
+
+    def rest(self) -> None:
+        """Ask nothing of the servers, until the job goes on with others; return when nothing is under way."""
+        with self._changed:
+            self._is_resting = True
+            self._changed.wait_for(lambda: self._over or not self._under_way)
+
+    def go_on(self) -> None:
+        """Go on, with other servers or the same ones; what was fetched and is not taken is theirs no more."""
+        with self._changed:
+            self._is_resting = self._has_moved = False
+            self._fresh = None
+            self._changed.notify_all()
 
     @property
     def queued(self) -> int:
@@ -160,13 +191,33 @@ class Communicator:
             merged = self._merged(batch)
             bring = not self._fetches_apart and self._enough(len(batch))
             self._give_way()
-            replies = self._send(merged, bring)
+            replies = self._insist(partial(self._send, merged, bring))
+            if replies is None:
+                return
             with self._changed:
                 self._sending = False
                 self._sent_since_fetch += len(batch)
                 if bring:
                     self._sent_since_fetch, self._fresh = 0, replies
                 self._changed.notify_all()
+
+    def _insist(self, ask: Callable[[], list[Frame]]) -> list[Frame] | None:
+        """Return what the servers answer; if the job moves to others, what those do. None at the end."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._over or not (self._is_resting or self._has_moved))
+                if self._over:
+                    return None
+                self._under_way += 1
+            try:
+                return ask()
+            except ServersMovedError:
+                with self._changed:
+                    self._has_moved = True
+            finally:
+                with self._changed:
+                    self._under_way -= 1
+                    self._changed.notify_all()
 
     def _next_batch(self) -> Sequence[Gradients]:
         """Return what to merge: up to so many steps, after some short waits for more; nothing at the end."""
@@ -207,7 +258,9 @@ class Communicator:
                 if self._over:
                     return
                 self._sent_since_fetch, self._fetching = 0, True
-            replies = self._fetch()
+            replies = self._insist(self._fetch)
+            if replies is None:
+                return
             with self._changed:
                 self._fetching, self._fresh = False, replies
                 self._changed.notify_all()

@@ -61,6 +61,15 @@ class Clocks:
         of_rows = (read.version for (_, table), read in self.rows.items() if table in used)
         return min((*(read.version for read in self.dense.values()), *of_rows))
 
+    def of_dense(self, server: int) -> ReadAt:
+        """Return when the dense values of a server were read; of one that the job had not yet, as of the others."""
+        return self.dense.get(server) or max(self.dense.values())
+
+    def of_rows(self, server: int, table: int) -> ReadAt:
+        """Return the same of the rows of a table."""
+        found = self.rows.get((server, table))
+        return found or max(read for (_, index), read in self.rows.items() if index == table)
+
     def moved(self, servers: int) -> Clocks:
         """Return the same, as so many servers have it that have what others had."""
         return Clocks(dict.fromkeys(range(servers), max(self.dense.values())), moved(self.rows, servers))
@@ -507,9 +516,9 @@ class Pusher:
                 used_tables=sorted(rows),
                 quiet=not brings_values or is_placed_later(server),
                 steps=gradients.steps,
-                read_at=gradients.read.dense[server].clock,
+                read_at=gradients.read.of_dense(server).clock,
                 attempt=gradients.ahead,
-                rows_read_at=[gradients.read.rows[server, index].clock for index in here],
+                rows_read_at=[gradients.read.of_rows(server, index).clock for index in here],
                 row_counts=[len(ids.array) for ids, *_ in here.values()],
                 now=now,
                 token=token,

@@ -11,7 +11,8 @@ import json
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from fleet.base.cluster import Endpoint
@@ -232,13 +233,19 @@ class Copy:
             raise StateError("the move to other servers was given up")
 
     def _stand_still(self) -> tuple[str, Sequence[WireTensor]]:
-        """Let the servers stand still, the first one first; return the state of the job, and the records beside it."""
+        """Let the servers stand still, the first one first, where all have the same pushes; return the state of the
+        job, and the records beside it."""
         replies = [self._let_go(connection, 0) for connection in self._former]
+        clocks = [json.loads(reply.message.about)["clocks"] for reply in replies]
+        furthest = {worker: max(each.get(worker, 0) for each in clocks) for worker in {*chain(*clocks)}}
+        if any(each != furthest for each in clocks):
+            delivered = {int(worker): step for worker, step in furthest.items()}
+            replies = [self._let_go(connection, 0, delivered) for connection in self._former]
         return replies[0].message.about, replies[0].tensors
 
-    def _let_go(self, connection: Connection, number: int) -> Frame:
+    def _let_go(self, connection: Connection, number: int, delivered: Mapping[int, int] | None = None) -> Frame:
         completed, clock = self._worker.progress.completed, connection.clock
-        halt, began = pb.Halt(attempt=self._attempt, version=completed, round=number), clock.now()
+        halt, began = pb.Halt(attempt=self._attempt, version=completed, round=number, delivered=delivered), clock.now()
         while True:
             try:
                 return connection.call(Frame(connection.request(completed, halt=halt)), "a move to other servers")

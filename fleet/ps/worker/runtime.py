@@ -303,11 +303,15 @@ class WorkerRuntime:
             found = find_move(self.connections, self._clock, self._settings.rpc_deadline_s)
             if found is not None:
                 self.go_over(found)
+            else:
+                self._training.go_on()
 
     def go_over(self, move: Move) -> None:
         """Go on at the servers that the job has moved to."""
-        self._edits.find()  # lest they are written over
-        incarnation = self._incarnation + 1
+        for connection in self.connections.by_server:
+            connection.fail(ServersMovedError("the job has moved to other servers", where=str(connection.endpoint)))
+        self._training.rest()
+        incarnation, layouts = self._incarnation + 1, [*self.trained.layouts]
         connections = Connections(self.connect(move.servers, incarnation), self.progress, lambda _: None)
         try:
             tell_of(move, connections.by_server)
@@ -323,17 +327,15 @@ class WorkerRuntime:
         self.rows.move(servers)
         self._pusher.drop_residues()
         self.progress.move(answers)
-        for connection in former:
-            connection.fail(ServersMovedError("the job has moved to other servers", where=str(connection.endpoint)))
         tell_of(move, [each for each in former if each.endpoint not in move.servers], surely=False)
         for connection in former:
             connection.close()
         if self._has_begun:
-            self._values.move(servers)
+            self._values.move(layouts)
             self._training.grow()
             self._forked = None
             self.trained.forget_whole_tables()
-            self._values.write(self._values.fetch("parameters on other servers"))
+        self._training.go_on()
 
     # ---------------------------------------------------------------- a step
 
@@ -435,8 +437,12 @@ class WorkerRuntime:
         self._send_edits()
         if self._geo is not None:
             self._geo.flush(edits=not self.turns.is_other_thread)
-        self._training.flush()
+        self.following(self._flush)
         self.own_states.wait_until_given()
+
+    def _flush(self) -> None:
+        self._pusher.finish_interrupted()  # the servers may have moved while a rest of gradients was pushed
+        self._training.flush()
 
     def finish_interrupted(self, call: str) -> None:
         """Finish what was interrupted, before anything else happens in a call's turn."""
@@ -445,6 +451,7 @@ class WorkerRuntime:
 
     def _finish_interrupted(self, call: str) -> None:
         self._refuse_late(call)
+        self._training.refuse_if_moved()
         if self._pusher.is_in_doubt:
             self._edits.find()  # lest they are written over
             self._pusher.finish_interrupted()

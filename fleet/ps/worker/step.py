@@ -259,6 +259,23 @@ class RemoteTraining:
         if self._communicator is not None:
             self._communicator.drop_fetched()
 
+    # ---------------------------------------------------------------- other servers
+
+    def refuse_if_moved(self) -> None:
+        """Raise if what is done behind the user's thread has met servers that the job has left."""
+        if self._communicator is not None:
+            self._communicator.refuse_if_moved()
+
+    def rest(self) -> None:
+        """Send nothing behind the user's thread; return when nothing is under way."""
+        if self._communicator is not None:
+            self._communicator.rest()
+
+    def go_on(self) -> None:
+        """Send again: other servers are there, or the former ones have stayed."""
+        if self._communicator is not None:
+            self._communicator.go_on()
+
     @property
     def queued(self) -> int:
         """Return how many steps wait to be sent."""

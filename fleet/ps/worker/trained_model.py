@@ -95,6 +95,23 @@ def put_back(param: torch.Tensor, mask: torch.Tensor, values: torch.Tensor) -> N
     param.copy_(torch.where(there, kept, param))
 
 
+def _laid_out(
+    params: Sequence[torch.Tensor], former: Sequence[DenseLayout], flats: Sequence[Flat], layouts: Sequence[DenseLayout]
+) -> list[Flat]:
+    """Return the values of all parameters, which ``former`` servers had as ``flats``, as others have them."""
+    wholes = [torch.empty(param.numel(), dtype=param.dtype) for param in params]
+    for layout, flat in zip(former, flats, strict=True):
+        for slot in layout.slots:
+            wholes[slot.block.param][slot.part or slice(None)] = flat[slot.dtype][slot.start : slot.stop]
+    found: list[Flat] = []
+    for layout in layouts:
+        flat = {dtype: torch.empty(size, dtype=getattr(torch, dtype)) for dtype, size in layout.sizes.items()}
+        for slot in layout.slots:
+            flat[slot.dtype][slot.start : slot.stop] = wholes[slot.block.param][slot.part or slice(None)]
+        found.append(flat)
+    return found
+
+
 class DenseValues:
     """Fetches the servers' dense values and writes them into the user's parameters."""
 
@@ -118,9 +135,13 @@ class DenseValues:
         """Fetch from a thread beside the user's, from so many servers at once."""
         return self.fetch(f"parameters after step {self._progress.completed}", at_once)
 
-    def move(self, servers: int) -> None:
-        """Go on with so many servers, which have what the former ones had."""
-        self.read_at, self._written = dict.fromkeys(range(servers), max(self.read_at.values())), None
+    def move(self, former: Sequence[DenseLayout]) -> None:
+        """Go on with other servers, which have what the ``former`` ones had."""
+        layouts = self._trained.layouts
+        self.read_at = dict.fromkeys(range(len(layouts)), max(self.read_at.values()))
+        if self._written is not None:
+            params = self._trained.description.params
+            self._written = _laid_out(params, former, self._written, layouts)
 
     def read(self, replies: Sequence[Frame]) -> list[Flat]:
         """Return the values of every server's blocks, as it sent them."""
@@ -226,7 +247,7 @@ class ParameterWriter:
 
     def _follow(self) -> None:
         """Look places up if the parameters' memory is not where it was."""
-        if self._stands_still:
+        if self._stands_still and self._memory is not None:
             return
         memory_now: tuple[list[int], list[object]] = (
             [param.data_ptr() for param in self._params],
