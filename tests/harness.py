@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import traceback
@@ -93,7 +94,10 @@ class Job:
     def join(self, threads: list[threading.Thread], timeout_s: float = 60.0) -> None:
         for thread in threads:
             thread.join(timeout_s)
-            assert not thread.is_alive(), f"{thread.name} hangs"
+            frame = sys._current_frames().get(thread.ident or 0)
+            if thread.is_alive():
+                where = "".join(traceback.format_stack(frame)) if frame is not None else ""
+                raise AssertionError(f"{thread.name} hangs; others have failed by {self.errors}\n{where}")
 
     def run(self) -> list[Any]:
         """The results of all workers; the first failure is raised."""
