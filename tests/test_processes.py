@@ -321,6 +321,20 @@ def test_sigterm_on_a_server(processes: Processes, free_endpoints: Callable[[int
     assert "SIGTERM" in str(here.error("server 0")), "the other server hears the reason from the worker"
 
 
+def test_sigterm_on_a_server_that_is_to_be_drained(
+    processes: Processes, free_endpoints: Callable[[int], list[str]]
+) -> None:
+    endpoints = free_endpoints(2)
+    here = Here(endpoints, 1, "brief", FLEET_HEARTBEAT_S="0.05").start(servers=[0], workers=[0])
+    server = processes.server(endpoints[1], endpoints, 1, FLEET_DRAIN="1")
+    here.heard("joined")
+    server.send_signal(signal.SIGTERM)
+    code, out, err = ended(server)
+    assert code == 0, err
+    assert "served" in out
+    here.end()
+
+
 def test_a_killed_server_is_an_error_after_the_deadline(
     processes: Processes, free_endpoints: Callable[[int], list[str]]
 ) -> None:

@@ -486,11 +486,12 @@ def test_rows_are_copied_while_they_change(meanwhile: str, tmp_path: Path, monke
     monkeypatch.setattr(resizing, "_FEW", 0)
     monkeypatch.setattr(resizing, "_REST", 0.0)
     pieces, copied, fill = threading.Semaphore(0), list[tuple[int, int]](), resizing.Copy._fill
-    steps, taken, is_there = 40, [0], threading.Event()
+    steps, taken, is_there, errands = 40, [0], threading.Event(), set[str]()
 
     def counted(copy: Any, about: dict[str, Any], tensors: Any) -> None:
         if copy.is_under_way:
             copied.append((taken[0], about["rows"]))
+            errands.update(service_of(job, each).status()["errand"] for each in names([0, 3]))
             assert pieces.acquire(timeout=30)
         fill(copy, about, tensors)
 
@@ -546,6 +547,7 @@ def test_rows_are_copied_while_they_change(meanwhile: str, tmp_path: Path, monke
     if meanwhile == "nothing":
         assert job.errors == {}
         assert sum(rows for _, rows in copied) > 60, "some rows were copied more than once"
+        assert {"copied to other servers, round 2", "taking over rows, 0 so far"} <= errands
 
 
 def test_what_keeps_a_job_from_moving_is_told_outside_and_the_training_goes_on() -> None:
@@ -582,6 +584,79 @@ def test_a_job_that_cannot_move_says_so_at_once() -> None:
         goes_on.set()
         job.join(threads)
     assert job.errors == {}
+
+
+# ---------------------------------------------------------------------------------------------- drained
+
+
+def service_of(job: Job, name: str) -> Any:
+    listener = job.network.listener(Endpoint.parse(name))
+    assert listener is not None
+    return listener.handler.__self__
+
+
+def steps_until(
+    ends: threading.Event, mode: Callable[[], Any] | None = None
+) -> Callable[[Fleet, int], dict[str, torch.Tensor]]:
+    """What trains until an event is set, and as many steps after it as a move may need."""
+
+    def body(fleet: Fleet, worker: int) -> dict[str, torch.Tensor]:
+        with one_at_a_time:
+            torch.manual_seed(7)
+            model = Constant()
+        optimizer = fleet.distributed_optimizer(OPTIMIZERS["adagrad"](model), mode and mode(), model=model)
+        fleet.init_worker()
+        while True:
+            optimizer.minimize(model())
+            done = fleet.all_reduce_worker(float(ends.is_set()), op="min")
+            taken.setdefault(worker, []).append(1)
+            if done:
+                break
+        fleet.barrier_worker()
+        return fleet.state_dict(model)
+
+    taken: dict[int, list[int]] = {}
+    return body
+
+
+@pytest.mark.parametrize("numbers", [[0], [1], [0, 2], [1, 2]], ids=str)
+def test_a_server_that_is_drained_ends_and_the_job_goes_on(numbers: list[int]) -> None:
+    ends = threading.Event()
+    job = Resized(steps_until(ends), [0, 1, 2], [0, 1, 2], environ=BEATING)
+    threads = job.start()
+    try:
+        until(lambda: all(job.network.listener(Endpoint.parse(each)) for each in names([0, 1, 2])))
+        services = {number: service_of(job, names([number])[0]) for number in numbers}
+        until(lambda: all(service.job is not None and service.job.is_whole for service in services.values()))
+        for service in services.values():
+            service.drain("signal SIGTERM")
+        until(lambda: sorted(job.served) == names(numbers))
+    finally:
+        ends.set()
+        job.join(threads)
+    assert job.errors == {}
+    assert job.results[0].keys() == job.results[1].keys()
+
+
+@pytest.mark.parametrize("why", ["it is the only one", "the mode", "the move is refused"])
+def test_a_server_that_cannot_be_drained_ends_the_job(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise StateError("it is to fail")
+
+    if why == "the move is refused":
+        monkeypatch.setattr(resizing.Copy, "move", refused)
+    mode = (lambda: StrategyFactory.create_gba_strategy()) if why == "the mode" else None
+    ends, servers = threading.Event(), [0] if why == "it is the only one" else [0, 1]
+    job = Resized(steps_until(ends, mode), servers, servers, environ=BEATING)
+    threads = job.start()
+    until(lambda: job.network.listener(Endpoint.parse("server0:1")) is not None)
+    service = service_of(job, "server0:1")
+    until(lambda: service.job is not None and service.job.is_whole)
+    service.drain("signal SIGTERM")
+    job.join(threads)
+    told = "it is to fail" if why == "the move is refused" else "signal SIGTERM"
+    assert told in str(job.errors["worker 0"])
+    assert told in str(job.errors["server0:1"])
 
 
 @pytest.mark.parametrize("endpoints", [["nonsense"], ["a:1"] * 5000], ids=["no endpoint", "too many"])

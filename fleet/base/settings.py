@@ -281,6 +281,11 @@ class ProcessSettings:
         default_in_words="1, or a quarter of `FLAGS_rpc_deadline` if that is less",
         formerly="FLEET_BEAT",
     )
+    drain: bool = setting(
+        *("FLEET_DRAIN", SWITCH, False, _SERVERS),
+        "`1`: SIGTERM on a server asks the job to go on without it, and the server ends when that is so "
+        "([more](scaling.md#to-drain-a-machine))",
+    )
     check_finite: bool = setting(
         *("FLEET_CHECK_FINITE", SWITCH, False, _ALL),
         "`1`: a NaN or infinity in a gradient is an error that names the parameter "

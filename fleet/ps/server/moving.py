@@ -157,6 +157,8 @@ class Moving:
         #: which servers somebody outside wants the job to have, and why they were not made that the last time
         self._wanted: tuple[str, ...] = ()
         self._refusal = ""
+        #: whether the job is to go on without this server
+        self._drains = False
         #: whether the job is on other servers now, and which workers have gone over
         self._is_left = False
         self._gone_over: set[int] = set()
@@ -218,6 +220,8 @@ class Moving:
             else:
                 outbox += [(respond, error_reply(self._moved())) for _, respond in halt.held]
                 halt.held.clear()
+        if self._drains and job is not None and not (self._is_left or self._wanted or self._refusal):
+            self._wanted = self._others()  # again, if the job has moved elsewhere meanwhile
         if self._is_left and not self._end.over:
             for effect in self._members.tick(now):
                 for worker in getattr(effect, "workers", None) or [effect.worker]:  # type: ignore[union-attr]
@@ -491,6 +495,37 @@ class Moving:
         self._copying = self._halt = self._stage = None
         if halt is not None:
             self._released += halt.held
+
+    def drain(self, job: Job | None) -> bool:
+        """Have the job go on without this server; return whether it can be asked to."""
+        if job is None or self._end.over or not self._others():
+            return False
+        try:
+            refuse_unmovable(job.plans.current.spec, is_durable=self._is_durable)
+        except UnsupportedError as error:
+            _log.warning("%s: the job cannot go on without this server: %s", self._where, error)
+            return False
+        self._drains, self._refusal = True, ""
+        return True
+
+    @property
+    def cannot_drain(self) -> str:
+        """Return why the job does not go on without this server, which was to be drained; empty if it may."""
+        return self._refusal if self._drains else ""
+
+    def _others(self) -> tuple[str, ...]:
+        servers = self._servers or tuple(str(each) for each in self._handshake.expected_servers)
+        return tuple(each for each in servers if each != self._where)
+
+    def errand(self) -> str:
+        """Say what this server does for a move, if anything."""
+        if self._halt is not None:
+            return "standing still, as the job moves to other servers"
+        if self._copying is not None:
+            return f"copied to other servers, round {self._copying.round}"
+        if self._stage is not None:
+            return f"taking over rows, {sum(map(len, self._stage.shard.tables)):,} so far"
+        return "to be drained" if self._drains and not self._is_left else ""
 
     def wanted_of(self, worker: int) -> tuple[str, ...]:
         """Return the servers that a worker is to move the job to: the first that is there is told. Takes no lock."""

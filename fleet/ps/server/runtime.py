@@ -108,7 +108,8 @@ class ServerRuntime:
         _log.log(level, "%s listens at %s", self._name, self._endpoint)
         try:
             observer = Observer(self._name, "server", self._service.status, self._settings)
-            with closing(observer), _signals_end(self._service.stop) as stopped:
+            drain = self._service.drain if self._settings.drain else self._service.stop
+            with closing(observer), _signals_end(self._service.stop, drain) as stopped:
                 while not self._service.ended.wait(TICK_S):
                     self._service.tick()
                     absent = self._service.absent()
@@ -127,18 +128,22 @@ class ServerRuntime:
 
 
 @contextmanager
-def _signals_end(stop: Callable[[str], None]) -> Iterator[list[int]]:
-    """End the serving in order on SIGTERM and SIGINT; outside the main thread signals belong to somebody else."""
+def _signals_end(stop: Callable[[str], None], drain: Callable[[str], None]) -> Iterator[list[int]]:
+    """End the serving in order on SIGTERM and SIGINT, by ``drain`` if that is a SIGTERM and the first of them; outside
+    the main thread signals belong to somebody else."""
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
 
     def on_signal(number: int, _frame: object) -> None:
+        is_first = not received and number == signal.SIGTERM
         received.append(number)
         _log.warning("serving ends: %s", signal.Signals(number).name)
         # The handler runs between two instructions of this thread, which may hold the service's lock.
-        threading.Thread(target=stop, args=(f"signal {signal.Signals(number).name}",), daemon=True).start()
+        threading.Thread(
+            target=drain if is_first else stop, args=(f"signal {signal.Signals(number).name}",), daemon=True
+        ).start()
 
     previous = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

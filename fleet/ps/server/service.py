@@ -122,7 +122,8 @@ class Service:
         self._states = states = StateRequests(clock, members, settings.rpc_deadline_s)
         self._departure = departure = Departure(where, settings, clock, end, members, durability, steps)
         worker_num = None if expected is None else expected[0]
-        self._status = Status(where, lock, clock, end, members, statistics, self._found_job, worker_num)
+        move = self._moving.errand
+        self._status = Status(where, lock, clock, end, members, statistics, self._found_job, move, worker_num)
         self._resumption = Resumption(
             endpoint, settings.job_id, lock, end, members, initialization, handshake, self._found_job, resumes
         )
@@ -356,6 +357,8 @@ class Service:
                 self._following.tick(self.job, now)
         self._send(outbox)
         self._handle_released()
+        if self._moving.cannot_drain:
+            self.stop(f"it was to be drained, and the job stays: {self._moving.cannot_drain}")
         if self.durability is not None:
             self.durability.sync_if_due(now)
 
@@ -368,6 +371,13 @@ class Service:
                 return
             self.end.fail(JobAbortedError(f"server {self._where} was stopped", got=reason), self.job, outbox)
         self._send(outbox)
+
+    def drain(self, reason: str) -> None:
+        """Have the job go on without this server, which ends then; or end it, if it cannot."""
+        with self._lock:
+            is_asked = self._moving.drain(self.job)
+        if not is_asked:
+            self.stop(reason)
 
     def close(self) -> None:
         """Keep what has to be kept, after the last request."""

@@ -30,10 +30,11 @@ class Status:
         members: Members,
         statistics: Statistics,
         found_job: Callable[[], Job | None],
+        move: Callable[[], str],
         worker_num: int | None,
     ) -> None:
-        """``found_job`` finds the job, under the lock; ``worker_num`` is the number of workers this process was told
-        of, where it was told."""
+        """``found_job`` finds the job, and ``move`` says what is done for a move, both under the lock; ``worker_num``
+        is the number of workers this process was told of, where it was told."""
         self._where = where
         self._lock = lock
         self._clock = clock
@@ -41,6 +42,7 @@ class Status:
         self._members = members
         self._statistics = statistics
         self._found_job = found_job
+        self._move = move
         self._worker_num = worker_num
 
     def status(self) -> dict[str, Any]:
@@ -51,7 +53,7 @@ class Status:
             about: dict[str, Any] = {
                 "server": self._where,
                 "phase": self._phase(job),
-                "errand": _task_of(job),
+                "errand": self._move() or _task_of(job),
                 "figures": {
                     "version": 0 if job is None else job.rounds.gate.version,
                     "parked": len(waiting),
