@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ import pytest
 import torch
 from faults import Action, Fault, FaultyNetwork
 from harness import PATIENT, SOON, Job, until
-from inside import is_copying, leave, wanted_servers
+from inside import is_copying, leave, wanted_servers, worker_of
 
 import fleet as fleet_package
 from fleet import Fleet, StrategyFactory
@@ -26,7 +27,6 @@ from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.ps.worker import resizing
-from fleet.ps.worker.runtime import WorkerRuntime
 from fleet.role_maker import Role, UserDefinedRoleMaker
 
 STEPS, MOVED_AFTER = 7, 3
@@ -44,18 +44,18 @@ OPTIMIZERS: dict[str, Callable[[torch.nn.Module], list[torch.optim.Optimizer]]] 
 one_at_a_time = threading.Lock()
 
 
-def model_of_all() -> Model:
+def model_of_all(large: int = 9000) -> Model:
     with one_at_a_time:
         torch.manual_seed(7)
-        return Model()
+        return Model(large)
 
 
 class Model(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, large: int) -> None:
         super().__init__()
         self.table = fleet_package.nn.Embedding(None, 4)
         self.small = torch.nn.Linear(4, 3)
-        self.large = torch.nn.Linear(3, 9000)
+        self.large = torch.nn.Linear(3, large)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.large(torch.tanh(self.small(self.table(ids)).sum(1))).square().mean()
@@ -93,8 +93,23 @@ class Resized(Job):
             thread.start()
         return [*super().start(), *threads]
 
+    def service(self, name: str) -> Any:
+        """The service that listens there; None if nobody does."""
+        network = getattr(self.network, "_inner", self.network)
+        listener = network.listener(Endpoint.parse(name))
+        return None if listener is None else listener.handler.__self__
+
     def serve(self, index: int) -> None:
         self.serve_at(self.endpoints[index], self.endpoints)
+
+    def end(self, threads: list[threading.Thread]) -> None:
+        """Wait for the end of the job, and end the servers that wait for one."""
+        first = len(self.endpoints)
+        self.join(threads[first : first + self.workers])
+        for service in map(self.service, self.then):
+            if service is not None and service.job is None:
+                service.stop("nobody has moved here")
+        self.join(threads)
 
 
 def ids_of(worker: int, step: int) -> torch.Tensor:
@@ -185,84 +200,137 @@ def asking(then: list[str], refusal: type[Exception], match: str | None = None) 
 def test_a_new_server_that_dies_before_the_decision_leaves_the_job_as_it_was(kind: str, skip: int) -> None:
     lost = Endpoint.parse("server2:1")
     network = FaultyNetwork(LoopbackNetwork(), Fault(Action.CUT, endpoint=lost, kind=kind, skip=skip))
-    environ = {**SOON, "FLEET_STARTUP_DEADLINE_S": "10"}
-    job = Resized(asking(names([0, 1, 2]), DeadlineError), [0, 1], [0, 1, 2], network=network, environ=environ)
-    job.join(job.start())
+    job = Resized(asking(names([0, 1, 2]), DeadlineError), [0, 1], [0, 1, 2], network=network, environ=SOON)
+    job.end(job.start())
     assert {name for name in job.errors if name.startswith("worker")} == set(), job.errors
     assert_same([job.results[worker] for worker in range(2)], undisturbed())
     assert list(job.errors) == ["server2:1"], "it has waited for a job"
+
+
+# ---------------------------------------------------------------------------------------------- kills
 
 
 class Killed(Exception):
     pass
 
 
-def test_a_mover_that_is_killed_before_the_decision_leaves_the_job_as_it_was(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert_same(resumed_after(monkeypatch, "_complete", [0, 1], [0, 1, 2]), undisturbed())
+#: What the worker says that moves a job.
+OF_A_MOVE = {"where", "halt", "stage", "export", "fill", "switch", "hello"}
 
 
-def test_a_mover_that_is_killed_after_the_decision_has_moved_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_same(resumed_after(monkeypatch, "go_over", [0, 1], [0, 1, 2]), undisturbed())
+class StrikingNetwork:
+    """Strikes at one of the messages of a move, before it arrives or after it has been carried out."""
+
+    def __init__(self, number: int, strike: Callable[[], None], *, after: bool, to: str | None = None) -> None:
+        self._inner = LoopbackNetwork()
+        self._strike = strike
+        self._after = after
+        self._to = to
+        self._left = number
+        #: whether messages count
+        self.counts = False
+
+    @property
+    def has_struck(self) -> bool:
+        return self._left <= 0
+
+    def listen(self, endpoint: Endpoint, handler: Any) -> Any:
+        return self._inner.listen(endpoint, handler)
+
+    def connect(self, endpoint: Endpoint) -> Any:
+        channel = self._inner.connect(endpoint)
+        start = channel.start
+
+        def struck(request: Frame, *given: Any, **more: Any) -> Any:
+            if not self._is_it(endpoint, request.message):
+                return start(request, *given, **more)
+            if self._after:
+                start(request, *given, **more)
+            self._strike()
+            return start(request, *given, **more)
+
+        channel.start = struck  # type: ignore[method-assign]
+        return channel
+
+    def _is_it(self, endpoint: Endpoint, message: Any) -> bool:
+        kind = message.WhichOneof("kind")
+        if not self.counts or message.worker or kind not in OF_A_MOVE or self._to not in (None, str(endpoint)):
+            return False
+        self._left -= 1
+        return self._left == 0
 
 
-def resumed_after(monkeypatch: pytest.MonkeyPatch, moment: str, first: list[int], then: list[int]) -> list[Any]:
-    """Run a job whose worker 0 is killed at a moment of its move, and starts again with the list that it had."""
-    environ = {**SOON, "FLAGS_rpc_deadline": "20000", "FLEET_STARTUP_DEADLINE_S": "20"}
-    if moment == "go_over":
-        environ["FLEET_STARTUP_DEADLINE_S"] = "60"
+def resumed_after(number: int, *, after: bool, steps: int = STEPS) -> tuple[list[Any], bool]:
+    """Run a job whose worker 0 is killed at a message of its move, and starts again with the list that it had; return
+    what becomes of it, and whether there was such a message."""
+    fleets: dict[int, Fleet] = {}
 
-    def killed(worker: Any, *_: object) -> None:
-        worker = getattr(worker, "_worker", worker)
-        monkeypatch.undo()
+    def kill() -> None:
+        network.counts = False
+        worker = worker_of(fleets[0])
         exit_guard.release(worker)
         worker.close()
         raise Killed
 
-    job: Resized
+    network = StrikingNetwork(number, kill, after=after)
 
     def body(fleet: Fleet, worker: int) -> Any:
+        fleets[worker] = fleet
         losses: list[float] = []
         for life in range(2):
             model = model_of_all()
-            optimizer = fleet.distributed_optimizer(OPTIMIZERS["adagrad"](model), model=model)
-            fleet.init_worker()
+            optimizer = fleets[worker].distributed_optimizer(OPTIMIZERS["adagrad"](model), model=model)
+            fleets[worker].init_worker()
             try:
-                for step in range(fleet.resume_step(), STEPS):
+                for step in range(fleets[worker].resume_step(), steps):
                     if step == MOVED_AFTER and worker == 0 and life == 0:
-                        fleet.resize_servers(names(then))
+                        network.counts = True
+                        fleets[worker].resize_servers(names([1, 2]))
+                        network.counts = False
                     optimizer.zero_grad()
                     loss = model(ids_of(worker, step))
                     loss.backward()
                     optimizer.step()
                     losses.append(loss.item())
             except Killed:
-                fleet = job.fleet(Role.WORKER, worker)
-                fleets[worker] = fleet
+                fleets[worker] = job.fleet(Role.WORKER, worker)
                 continue
             break
-        fleet.barrier_worker()
-        return losses, fleet.state_dict(model)
-
-    fleets: dict[int, Fleet] = {}
-
-    def whole(fleet: Fleet, worker: int) -> Any:
-        result = body(fleet, worker)
-        if worker in fleets:
+        fleets[worker].barrier_worker()
+        result = losses, fleets[worker].state_dict(model)
+        if fleets[worker] is not fleet:
             fleets[worker].stop_worker()
         return result
 
-    job = Resized(whole, first, then, environ=environ)
-    threads = job.start()
-    monkeypatch.setattr(resizing.Copy if moment == "_complete" else WorkerRuntime, moment, killed)
-    job.join(threads[2:4])
-    if moment != "_complete":
-        job.join(threads)
+    job = Resized(body, [0, 1], [1, 2], network=network, environ=SOON)
+    job.end(job.start())
     for name, error in job.errors.items():
         if name.startswith("worker"):
             raise error
-    return [job.results[worker] for worker in range(2)]
+    return [job.results[worker] for worker in range(2)], network.has_struck
+
+
+#: By default some of them: the others take as long each.
+EVERY = int(os.environ.get("FLEET_TEST_EVERY_KILL", "7"))
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("after", [False, True], ids=["before it arrives", "after it is carried out"])
+def test_a_mover_that_is_killed_at_any_message_leaves_no_half_of_a_move(after: bool) -> None:
+    number, was_there = 1, True
+    while was_there:
+        results, was_there = resumed_after(number, after=after)
+        assert_same(results, undisturbed())
+        number += EVERY
+    assert number > 20
+
+
+@pytest.mark.parametrize(("number", "after"), [(6, False), (20, True)])
+def test_a_mover_that_is_killed_leaves_no_half_of_a_move(number: int, after: bool) -> None:
+    results, was_there = resumed_after(number, after=after)
+    assert was_there
+    assert_same(results, undisturbed())
 
 
 # ---------------------------------------------------------------------------------------------- workers share no steps
@@ -491,14 +559,14 @@ def test_rows_are_copied_while_they_change(meanwhile: str, tmp_path: Path, monke
     def counted(copy: Any, about: dict[str, Any], tensors: Any) -> None:
         if copy.is_under_way:
             copied.append((taken[0], about["rows"]))
-            errands.update(service_of(job, each).status()["errand"] for each in names([0, 3]))
+            errands.update(job.service(each).status()["errand"] for each in names([0, 3]))
             assert pieces.acquire(timeout=30)
         fill(copy, about, tensors)
 
     monkeypatch.setattr(resizing.Copy, "_fill", counted)
 
     def body(fleet: Fleet, worker: int) -> Any:
-        model = model_of_all()
+        model = model_of_all(large=5)  # so few bytes are a piece
         optimizer = fleet.distributed_optimizer(OPTIMIZERS["adagrad"](model), model=model)
         fleet.init_worker()
         losses = []
@@ -528,7 +596,7 @@ def test_rows_are_copied_while_they_change(meanwhile: str, tmp_path: Path, monke
     moves, ends = False, meanwhile == "the job ends"
     expected = Job(body, 2, 2).run()
     moves, taken[0] = True, 0
-    job = Resized(body, [0, 1], [1, 2, 3], environ={**BEATING, **({"FLEET_STARTUP_DEADLINE_S": "5"} if ends else {})})
+    job = Resized(body, [0, 1], [1, 2, 3], environ=BEATING)
     threads = job.start()
     asked = Endpoint.parse(job.endpoints[0])
     with closing(job.network.connect(asked)) as channel:
@@ -540,7 +608,7 @@ def test_rows_are_copied_while_they_change(meanwhile: str, tmp_path: Path, monke
         told(pb.Rearrange(endpoints=names([1, 2, 3])))
         job.join(threads[2:4])
         pieces.release(1000)
-        job.join(threads)
+        job.end(threads)
     assert {name for name in job.errors if name.startswith("worker")} == set(), job.errors
     assert_same([job.results[worker] for worker in range(2)], expected)
     assert len({step for step, _ in copied}) > (0 if ends else 2), "the training went on"
@@ -552,7 +620,7 @@ def test_rows_are_copied_while_they_change(meanwhile: str, tmp_path: Path, monke
 
 def test_what_keeps_a_job_from_moving_is_told_outside_and_the_training_goes_on() -> None:
     body, goes_on = asked_meanwhile("adagrad")
-    job = Resized(body, [0, 1], [0, 1, 2, 3], environ={**BEATING, "FLEET_STARTUP_DEADLINE_S": "5"})
+    job = Resized(body, [0, 1], [0, 1, 2, 3], environ=BEATING)
     threads = job.start()
     try:
         with pytest.raises(StateError, match=r"the job stays with its servers.*another list of servers"):
@@ -568,7 +636,7 @@ def test_what_keeps_a_job_from_moving_is_told_outside_and_the_training_goes_on()
                 changed(job, action, *numbers)
     finally:
         goes_on.set()
-        job.join(threads)
+        job.end(threads)
     assert set(job.errors) == {"server2:1", "server3:1"}, "they have waited for a job"
     assert_same([job.results[worker] for worker in range(2)], undisturbed())
 
@@ -587,12 +655,6 @@ def test_a_job_that_cannot_move_says_so_at_once() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- drained
-
-
-def service_of(job: Job, name: str) -> Any:
-    listener = job.network.listener(Endpoint.parse(name))
-    assert listener is not None
-    return listener.handler.__self__
 
 
 def steps_until(
@@ -625,8 +687,8 @@ def test_a_server_that_is_drained_ends_and_the_job_goes_on(numbers: list[int]) -
     job = Resized(steps_until(ends), [0, 1, 2], [0, 1, 2], environ=BEATING)
     threads = job.start()
     try:
-        until(lambda: all(job.network.listener(Endpoint.parse(each)) for each in names([0, 1, 2])))
-        services = {number: service_of(job, names([number])[0]) for number in numbers}
+        until(lambda: all(job.service(each) is not None for each in names([0, 1, 2])))
+        services = {number: job.service(names([number])[0]) for number in numbers}
         until(lambda: all(service.job is not None and service.job.is_whole for service in services.values()))
         for service in services.values():
             service.drain("signal SIGTERM")
@@ -649,8 +711,8 @@ def test_a_server_that_cannot_be_drained_ends_the_job(why: str, monkeypatch: pyt
     ends, servers = threading.Event(), [0] if why == "it is the only one" else [0, 1]
     job = Resized(steps_until(ends, mode), servers, servers, environ=BEATING)
     threads = job.start()
-    until(lambda: job.network.listener(Endpoint.parse("server0:1")) is not None)
-    service = service_of(job, "server0:1")
+    until(lambda: job.service("server0:1") is not None)
+    service = job.service("server0:1")
     until(lambda: service.job is not None and service.job.is_whole)
     service.drain("signal SIGTERM")
     job.join(threads)
