@@ -188,7 +188,7 @@ class WorkerRuntime:
                 self.cuts.settle()
             if self.assignment.index == 0:
                 initialize(self.connections, trained, answers)
-            self._begin_from(self._values.fetch("initial parameters"))
+            self._begin_from(self.following(lambda: self._values.fetch("initial parameters")))
             if self._dense is not None:
                 self._dense.start()
         except BaseException as error:
