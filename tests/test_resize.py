@@ -17,6 +17,8 @@ import torch
 from faults import Action, Fault, FaultyNetwork
 from harness import PATIENT, SOON, Job, until
 from inside import is_copying, leave, wanted_servers, worker_of
+from patience import PATIENCE_S
+from test_feed import Followed, source_of
 
 import fleet as fleet_package
 from fleet import Fleet, StrategyFactory
@@ -127,7 +129,11 @@ def ids_of(worker: int, step: int) -> torch.Tensor:
 
 
 def training(
-    optimizers: str, then: list[str] | None, movers: Sequence[int] = (0,), workers: int = 2
+    optimizers: str,
+    then: list[str] | None,
+    movers: Sequence[int] = (0,),
+    workers: int = 2,
+    pause: Callable[[int], None] = lambda _: None,
 ) -> Callable[[Fleet, int], Any]:
     def body(fleet: Fleet, worker: int) -> Any:
         model = model_of_all()
@@ -135,6 +141,7 @@ def training(
         fleet.init_worker()
         losses = []
         for step in range(STEPS):
+            pause(step)
             if step == MOVED_AFTER and then is not None and worker in movers:
                 fleet.resize_servers(then)
             optimizer.zero_grad()
@@ -408,13 +415,18 @@ def constant() -> Constant:
 
 
 def training_freely(
-    optimizers: str, mode: str, then: list[str] | None, steps: int = 24
+    optimizers: str,
+    mode: str,
+    then: list[str] | None,
+    steps: int = 24,
+    pause: Callable[[int], None] = lambda _: None,
 ) -> Callable[[Fleet, int], dict[str, torch.Tensor]]:
     def body(fleet: Fleet, worker: int) -> dict[str, torch.Tensor]:
         model = constant()
         optimizer = fleet.distributed_optimizer(OPTIMIZERS[optimizers](model), MODES[mode](), model=model)
         fleet.init_worker()
         for step in range(steps):
+            pause(step)
             if step == 8 and then is not None and worker == 0:
                 fleet.resize_servers(then)
             optimizer.zero_grad()
@@ -528,6 +540,46 @@ def test_a_job_that_cannot_move_says_why_and_goes_on(strategy: Callable[[], Any]
         optimizer.step()
 
     Job(body).run()
+
+
+# ---------------------------------------------------------------------------------------------- followers
+
+
+@pytest.mark.parametrize("strategy", [None, *MODES])
+@pytest.mark.parametrize("move", [*MOVES, "one for another", "an outage"])
+@pytest.mark.pairs
+def test_who_follows_a_job_goes_over_with_it(strategy: str | None, move: str) -> None:
+    first, then = {"one for another": ([0, 1], [2, 1]), "an outage": ([0, 1], [1, 2])}.get(move) or MOVES[move]
+    begun, gone_over = threading.Event(), threading.Event()
+
+    def pause(step: int) -> None:
+        """Let the job move when somebody follows it, and end when that one has gone over."""
+        if step == 1:
+            assert begun.wait(PATIENCE_S)
+        if step == (MOVED_AFTER if strategy is None else 8) + 1:
+            assert gone_over.wait(PATIENCE_S)
+
+    if strategy is None:
+        body = training("adagrad", names(then), pause=pause)
+    else:
+        body = training_freely("adagrad", strategy, names(then), pause=pause)
+    job = Resized(body, first, then)
+    threads = job.start()
+    with closing(source_of(job)) as source:
+        followed = Followed(source)
+        followed.reach(1)
+        begun.set()
+        if move == "an outage":
+            until(lambda: job.service("server2:1").job is not None)
+        followed.to_the_end(lambda each: gone_over.set() if each.wholes > 1 else None)
+    job.join(threads)
+    assert job.errors == {}
+    state = job.results[0] if strategy else job.results[0][1]
+    for name in ("small.weight", "large.weight", "large.bias"):
+        assert torch.equal(followed.dense[name], state[name]), name
+    for id_, row in zip(state["table.ids"].tolist(), state["table.weight"], strict=True):
+        assert torch.equal(followed.rows["table.weight"][id_], row)
+    assert len(followed.rows["table.weight"]) == len(state["table.ids"])
 
 
 # ---------------------------------------------------------------------------------------------- asked from outside

@@ -5,6 +5,8 @@ they are, so that each can take it between two rounds; how far ahead goes by how
 takes. Several followers ask for the same versions, as they round them alike, and servers take these once for all. Where
 versions mean nothing across servers, each gives what it has.
 
+When the job moves to other servers those that there were say so, and where; there all begins anew.
+
 The first time, and after an outage that was too long, all rows come as they are while the training goes on; what has
 changed meanwhile, at one version, follows and makes the whole consistent. An update is told of when that is there, so
 what came before it is kept until then.
@@ -13,6 +15,7 @@ what came before it is kept until then.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import secrets
 from collections.abc import Iterator, Sequence
@@ -22,7 +25,15 @@ import torch
 
 from fleet.base.clock import Clock, SystemClock
 from fleet.base.cluster import Endpoint
-from fleet.errors import ConfigurationError, DeadlineError, FleetError, ProtocolError, ServerBusyError, ServerLostError
+from fleet.errors import (
+    ConfigurationError,
+    DeadlineError,
+    FleetError,
+    ProtocolError,
+    ServerBusyError,
+    ServerLostError,
+    ServersMovedError,
+)
 from fleet.plan.layout import DenseLayout, dense_layout
 from fleet.plan.plan import Plan, make_plan
 from fleet.plan.specs import JobSpec
@@ -78,6 +89,7 @@ class ServerSource:
                 got=", ".join(map(str, endpoints)) or "none",
             )
         self._endpoints = tuple(endpoints)
+        self._network = network
         self._channels: list[Channel] = [network.connect(endpoint) for endpoint in endpoints]
         self._clock = clock or SystemClock()
         self._startup_s, self._poll_s = startup_s, poll_s
@@ -101,6 +113,9 @@ class ServerSource:
         while self._plan is None:
             try:
                 self._join()
+            except ServersMovedError as error:
+                self._go_over()
+                self._wait_for_a_model(until, str(error))
             except (TransportError, ServerBusyError, ServerLostError) as error:
                 self._wait_for_a_model(until, str(error))
         spec = self._plan.spec
@@ -126,6 +141,8 @@ class ServerSource:
                 pause_s = max(pause_s, self._poll_s / 4)
             except _Lapsed:
                 self._begin_anew()
+            except ServersMovedError:
+                self._go_over()
             except (TransportError, ServerBusyError):
                 pause_s = _RETRY_PAUSE_S
                 if self._over:  # the others have ended with these
@@ -192,8 +209,31 @@ class ServerSource:
 
     def _begin_anew(self) -> None:
         self._plan = None
-        with contextlib.suppress(TransportError, ServerBusyError, ServerLostError):  # tried again later
+        try:
             self._join()
+        except ServersMovedError:
+            self._go_over()
+        except (TransportError, ServerBusyError, ServerLostError):
+            return  # it is tried again later
+
+    def _go_over(self) -> None:
+        """Follow the servers that the job has moved to, as one that it had says."""
+        self._plan = None
+        for channel in self._channels:
+            try:
+                reply = raise_if_error(channel.start(Frame(self._request(where=pb.Where())), _PATIENCE_S).result())
+            except (TransportError, FleetError):
+                continue
+            servers = tuple(map(Endpoint.parse, json.loads(reply.message.about)["servers"]))
+            if servers and servers != self._endpoints:
+                break
+        else:
+            return
+        for channel in self._channels:
+            channel.close()
+        self._endpoints = servers
+        self._channels = [self._network.connect(endpoint) for endpoint in servers]
+        self._progress, self._over = _Progress([0 for _ in servers]), {}
 
     # ---------------------------------------------------------------- going on
 
@@ -293,7 +333,7 @@ class ServerSource:
             try:
                 yield from progress.ahead
                 yield from self._pieces(plan, loads, flats)
-            except (_Lapsed, TransportError) as error:
+            except (_Lapsed, TransportError, ServersMovedError) as error:
                 raise ServerLostError(
                     "a server went away while it gave an update",
                     where=", ".join(map(str, self._endpoints)),

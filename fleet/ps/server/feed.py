@@ -111,6 +111,11 @@ class Feed:
             )
         self.followers[follower] = Follower(now)
 
+    def send_away(self, follower: int) -> None:
+        """Note that somebody knows of other servers that the job has moved to."""
+        if follower in self.followers:
+            self.followers[follower].is_told = True
+
     def leave(self, follower: int) -> None:
         """Forget somebody."""
         self.followers.pop(follower, None)

@@ -202,6 +202,16 @@ class Moving:
         if is_former or is_left or is_late:
             raise self._moved()
 
+    def refuse_follower(self, job: Job | None, request: Any) -> None:
+        """Send somebody who follows the model to the servers that the job has moved to."""
+        kind = request.WhichOneof("kind")
+        if kind == "unfollow" or job is None or not self._servers:
+            return
+        here = (job.held().server, len(self._servers))
+        if self._is_left or (kind == "follow" and (request.follow.server, request.follow.servers) != here):
+            job.feed.send_away(request.incarnation)
+            raise self._moved()
+
     def released(self) -> list[tuple[Frame, Respond]]:
         """Return, once, what was kept during a move that was given up."""
         released, self._released = self._released, []
@@ -226,7 +236,8 @@ class Moving:
             for effect in self._members.tick(now):
                 for worker in getattr(effect, "workers", None) or [effect.worker]:  # type: ignore[union-attr]
                     self._members.lose(worker)
-            if self._gone_over.issuperset(self._members.awaited()):
+            has_followers = job is not None and job.feed.holds_up_the_end(now)
+            if self._gone_over.issuperset(self._members.awaited()) and not has_followers:
                 _log.info("%s: the job has moved to other servers", self._where)
                 self._end.end()
                 self._end.inform(self._members.gone())

@@ -199,6 +199,7 @@ class Service:
             with self._lock:
                 if self.end.suspended:
                     return None
+                self._moving.refuse_follower(self.job, request)
                 self._following.handlers[kind](self.job, Arrival(frame, respond, outbox))
             self._send(outbox, secure=self._reads_are_secure)
             return self._apply_pending
