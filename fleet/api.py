@@ -679,7 +679,7 @@ class Fleet:
     def _me(self, call: str) -> Assignment:
         if self._assignment is None:
             raise NotInitializedError(f"fleet.{call}() came before fleet.init()", todo="Call fleet.init() first.")
-        return self._assignment
+        return self._assignment if self._chosen is None else self._chosen.assignment
 
     def _index(self, call: str, fits: bool) -> int:
         me = self._me(call)

@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from fleet.ps.server.durability.durability import NOTED, Durability
 from fleet.ps.server.durability.snapshot import Shot
 from fleet.ps.server.durability.state_directory import Kind, StateDirectory
 from fleet.ps.server.job import Job as ServedJob
+from fleet.ps.server.runtime import ask_where_the_job_is
 from fleet.ps.server.service import Service
 from fleet.ps.table.stores import stores_of
 from fleet.ps.wire.frame import Frame
@@ -88,9 +89,10 @@ class Hurrying(SystemClock):
 class Host:
     """One endpoint, where one server after the other serves a job."""
 
-    def __init__(self, job: DyingJob, index: int) -> None:
+    def __init__(self, job: DyingJob, index: int, name: str) -> None:
         self.job = job
         self.index = index
+        self.endpoint = Endpoint.parse(name)
         self.kills = self.kills_amid_snapshots = 0
         #: why servers ended that were started again
         self.losses: list[BaseException | None] = []
@@ -103,7 +105,7 @@ class Host:
         self._start()
 
     def _start(self) -> None:
-        endpoint = Endpoint.parse(self.job.endpoints[self.index])
+        endpoint = self.endpoint
         settings = ProcessSettings.read(self.job.environ)
         self.durable = StateDirectory(str(self.job.directory), endpoint, "os", self.job.journal_bytes)
         restore = None if self.job.model_dir is None else restore_from(self.job.model_dir)
@@ -124,6 +126,7 @@ class Host:
                     self.losses.append(self.service.failure)
                     self._start_over()
                 self.service.tick()
+            ask_where_the_job_is(self.service, self.job.network)
         self._listener.close(2.0)
         self.service.close()
         self.stores.close()
@@ -146,7 +149,7 @@ class Host:
                 journal.close()
             os.close(self.durable._lock)
             abandon(self.stores)
-            self.job.network.forget(Endpoint.parse(self.job.endpoints[self.index]), listener)
+            self.job.network.forget(self.endpoint, listener)
             self.misfortune(self.durable.directory)
             self._start()
         listener.close()
@@ -210,7 +213,7 @@ class Host:
 
     def _start_over(self) -> None:
         listener = self._listener
-        self.job.network.forget(Endpoint.parse(self.job.endpoints[self.index]), listener)
+        self.job.network.forget(self.endpoint, listener)
         self.service.close()
         self.stores.close()
         self._start()
@@ -294,7 +297,8 @@ class Crashes:
 
 
 class DyingJob(Job):
-    """A job whose servers keep what they acknowledge in ``directory``, and are killed when ``plan`` says so."""
+    """A job whose servers keep what they acknowledge in ``directory``, and are killed when ``plan`` says so; the job
+    may move to ``later`` ones."""
 
     def __init__(
         self,
@@ -307,6 +311,7 @@ class DyingJob(Job):
         journal_bytes: int = 2000,
         held: int = 0,
         reading: bool = False,
+        later: Sequence[str] = (),
         **options: Any,
     ) -> None:
         super().__init__(body, workers, servers, **{"environ": ENVIRON, **options})
@@ -318,13 +323,20 @@ class DyingJob(Job):
         #: all workers are
         self.through = threading.Event()
         self._under_way = set(range(workers))
-        self.hosts = [Host(self, index) for index in range(servers)]
+        self.hosts = [Host(self, index, name) for index, name in enumerate([*self.endpoints, *later])]
 
     def serve(self, index: int) -> None:
         try:
             self.hosts[index].serve()
         except BaseException as error:
             self.errors[f"server {index}"] = error
+
+    def start(self) -> list[threading.Thread]:
+        later = range(len(self.endpoints), len(self.hosts))
+        threads = [threading.Thread(target=self.serve, args=(index,), daemon=True) for index in later]
+        for thread in threads:
+            thread.start()
+        return [*super().start(), *threads]
 
     def work(self, index: int) -> None:
         super().work(index)

@@ -20,6 +20,7 @@ from inside import flush, leave
 from patience import PATIENCE_S, PROCESSES_S
 from prepared import Prepared
 from test_durable import FREE, OPTIMIZERS, REMEMBERING, ROWS, Model, counts, in_turns, state
+from test_resize import Resized
 
 import fleet.nn
 from fleet import Fleet
@@ -290,6 +291,31 @@ def test_jobs_one_after_the_other_in_one_directory(tmp_path: Path) -> None:
     same(contents(replayed(durable, "--job", "first")), said[0])
     with pytest.raises(ConfigurationError, match="expected 'first', 'second'; got 'third'"):
         kept_servers(durable, "third")
+
+
+@pytest.mark.parametrize("then", [[0, 1, 2], [1, 2], [2]], ids=["one more", "one for another", "one for two"])
+def test_a_job_that_has_moved_is_replayed_from_there_on(
+    tmp_path: Path, then: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    durable, said = tmp_path / "durable", dict[int, dict[str, torch.Tensor]]()
+    servers = [f"server{number}:1" for number in then]
+
+    def body(made: Fleet, index: int) -> None:
+        def after(step: int, model: Model) -> None:
+            if index == 0:
+                said[step] = state(made, model)
+            if step == 2 and index == 0:
+                made.resize_servers(servers)
+
+        draws(made, index, "adagrad", 0, STEPS, after)
+
+    job = Resized(body, [0, 1], then, environ=kept(durable))
+    job.run()
+    for step in range(3, STEPS + 1):
+        same(contents(replayed(durable, "--to", str(step))), said[step])
+    assert {each.spec.settings.server_num for each in kept_servers(durable)} == {len(then)}
+    assert main(["replay", str(durable), "--to", "1", "--out", str(tmp_path / "one")]) == 2
+    assert "the journals do not have this step" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- what happens to jobs

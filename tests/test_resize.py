@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from dying import ANSWERED, ENVIRON, MOMENTS, DyingJob, at
 from faults import Action, Fault, FaultyNetwork
 from harness import PATIENT, SOON, Job, until
-from inside import is_copying, leave, wanted_servers, worker_of
+from inside import found_job, is_copying, leave, wanted_servers, worker_of
 from patience import PATIENCE_S
 from test_feed import Followed, source_of
 
@@ -83,11 +84,13 @@ class Resized(Job):
     def __init__(self, body: Any, first: Sequence[int], then: Sequence[int], workers: int = 2, **options: Any) -> None:
         super().__init__(body, workers, endpoints=names(first), **options)
         self.then = names(then)
+        #: the environments of some servers, where they have others
+        self.environs: dict[str, dict[str, str]] = {}
         self.served: list[str] = []
 
     def serve_at(self, name: str, servers: list[str]) -> None:
         try:
-            fleet = Fleet(environ=self.environ, network=self.network)
+            fleet = Fleet(environ=self.environs.get(name, self.environ), network=self.network)
             fleet.init(UserDefinedRoleMaker(servers.index(name), Role.SERVER, self.workers, servers))
             fleet.init_server()
             fleet.run_server()
@@ -419,6 +422,7 @@ def training_freely(
     mode: str,
     then: list[str] | None,
     steps: int = 24,
+    moved_after: int = 8,
     pause: Callable[[int], None] = lambda _: None,
 ) -> Callable[[Fleet, int], dict[str, torch.Tensor]]:
     def body(fleet: Fleet, worker: int) -> dict[str, torch.Tensor]:
@@ -427,7 +431,7 @@ def training_freely(
         fleet.init_worker()
         for step in range(steps):
             pause(step)
-            if step == 8 and then is not None and worker == 0:
+            if step == moved_after and then is not None and worker == 0:
                 fleet.resize_servers(then)
             optimizer.zero_grad()
             before = [param.detach().clone() for param in model.large.parameters()]
@@ -580,6 +584,159 @@ def test_who_follows_a_job_goes_over_with_it(strategy: str | None, move: str) ->
     for id_, row in zip(state["table.ids"].tolist(), state["table.weight"], strict=True):
         assert torch.equal(followed.rows["table.weight"][id_], row)
     assert len(followed.rows["table.weight"]) == len(state["table.ids"])
+
+
+# ---------------------------------------------------------------------------------------------- durable servers
+
+#: What servers are asked for a move.
+ASKED = ("where", "halt", "stage", "export", "fill", "switch")
+
+
+class Struck:
+    """Says to kill a server at so many-th message of a move that it gets."""
+
+    def __init__(self, server: int, number: int, moment: str) -> None:
+        self._server = server
+        self._left = number
+        self._moment = moment
+        self.kind = ""
+
+    def __call__(self, server: int, kind: str, number: int) -> str | None:
+        if server != self._server or kind not in ASKED:
+            return None
+        self._left -= 1
+        if self._left:
+            return None
+        self.kind = kind
+        return self._moment
+
+
+def moved_durably(
+    folder: Path, plan: Any, mode: str | None = None, journal_bytes: int = 2000, hosts: list[Any] | None = None
+) -> DyingJob:
+    """Run a job whose servers keep what they have, and which moves from two of them to the second and another one."""
+    if mode is None:
+        body = training("adagrad", names([1, 2]))
+    else:
+        body = training_freely("adagrad", mode, names([1, 2]), STEPS, moved_after=MOVED_AFTER)
+    job = DyingJob(body, folder, plan=plan, later=names([2]), journal_bytes=journal_bytes)
+    job.counted |= {*ASKED}
+    if hosts is not None:
+        hosts += job.hosts
+    job.run()
+    assert not list(folder.iterdir()), "what a job kept is removed at its end"
+    assert found_job(job.hosts[2].service).moves.servers == (*names([1, 2]),)
+    results = [job.results[worker] for worker in range(2)]
+    if mode is None:
+        assert_same(results, undisturbed())
+    else:
+        for state in results:
+            for name, value in state.items():
+                torch.testing.assert_close(value, undisturbed_a_little(mode)[name], rtol=1e-5, atol=1e-6)
+    return job
+
+
+@pytest.mark.parametrize("mode", [None, *MODES])
+@pytest.mark.parametrize("journal_bytes", [2000, 1 << 30], ids=["snapshots", "no snapshots"])
+def test_durable_servers_give_their_job_to_others(tmp_path: Path, mode: str | None, journal_bytes: int) -> None:
+    moved_durably(tmp_path, lambda *_: None, mode, journal_bytes)
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("mode", [None, "async"])
+@pytest.mark.parametrize("server", range(3), ids=["leaves", "stays", "comes"])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_durable_servers_that_are_killed_at_any_message_of_a_move(
+    tmp_path: Path, moment: str, server: int, mode: str | None
+) -> None:
+    for number in itertools.count(1):
+        struck = Struck(server, number, moment)
+        moved_durably(tmp_path, struck, mode)
+        if not struck.kind:
+            break
+    assert number > 4
+
+
+@pytest.mark.parametrize("mode", [None, "async"])
+@pytest.mark.parametrize("journal_bytes", [1, 2000, 1 << 30])
+def test_servers_that_a_job_has_moved_to_keep_it(tmp_path: Path, journal_bytes: int, mode: str | None) -> None:
+    """They are killed again and again, with their own list or that which the job had at first."""
+    moments = itertools.cycle(MOMENTS)
+
+    def plan(server: int, kind: str, number: int) -> str | None:
+        is_one = server > 0 and number % 3 == 0 and hosts and found_job(hosts[0].service) is not None
+        return next(moments) if is_one and found_job(hosts[0].service).moves.made else None
+
+    hosts: list[Any] = []
+    job = moved_durably(tmp_path, plan, mode, journal_bytes, hosts)
+    assert sum(host.kills for host in job.hosts[1:]) > 4
+
+
+@pytest.mark.parametrize("then", [[0, 2], [2, 3]], ids=["the first stays", "all leave"])
+def test_a_durable_server_that_was_not_told_asks_the_others(tmp_path: Path, then: list[int]) -> None:
+    """It is killed whenever somebody tells it that the job has moved."""
+    job = DyingJob(
+        training("adagrad", names(then)),
+        tmp_path,
+        plan=lambda server, kind, _: "before" if (server, kind) == (1, "switch") else None,
+        later=names([each for each in then if each > 1]),
+    )
+    job.counted |= {*ASKED}
+    assert_same(job.run(), undisturbed())
+    assert job.hosts[1].kills == 2
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("action", "then"), [("add", [0, 1, 2]), ("remove", [0])])
+def test_servers_that_were_told_no_list(tmp_path: Path, action: str, then: list[int]) -> None:
+    """As ``fleet server`` is not: they know the others from the workers, also when they have been killed."""
+    body, goes_on = asked_meanwhile("adagrad")
+    killed = at("hello", ANSWERED, server=0, times=2)
+    job = DyingJob(body, tmp_path, plan=killed, later=names([2]), environ={**ENVIRON, **BEATING})
+    threads = job.start()
+    try:
+        assert changed(job, action, *({0, 1, 2} & {*then} ^ {0, 1}), at="server1:1") == tuple(names(then))
+    finally:
+        goes_on.set()
+        job.join(threads[2:4])
+    if action == "remove":
+        job.hosts[2].disturb(lambda service: service.end.end())
+    job.join(threads)
+    assert job.hosts[0].kills == 2
+    assert_same([job.results[worker] for worker in range(2)], undisturbed())
+
+
+def test_what_a_worker_tells_of_the_servers() -> None:
+    def body(fleet: Fleet, worker: int) -> Any:
+        model = model_of_all()
+        optimizer = fleet.distributed_optimizer(OPTIMIZERS["adagrad"](model), model=model)
+        fleet.init_worker()
+        optimizer.minimize(model(ids_of(worker, 0)))
+        fleet.resize_servers(names([1, 2, 3]))
+        assert (fleet.server_num(), fleet.server_endpoints()) == (3, names([1, 2, 3]))
+        optimizer.minimize(model(ids_of(worker, 1)))
+
+    Resized(body, [0, 1], [1, 2, 3]).run()
+
+
+@pytest.mark.parametrize("is_durable", [True, False])
+def test_all_servers_keep_their_state_or_none(tmp_path: Path, is_durable: bool) -> None:
+    def body(fleet: Fleet, worker: int) -> Any:
+        model = model_of_all()
+        optimizer = fleet.distributed_optimizer(OPTIMIZERS["adagrad"](model), model=model)
+        fleet.init_worker()
+        optimizer.minimize(model(ids_of(worker, 0)))
+        expected, got = ("a", "no") if is_durable else ("no", "a")
+        told = f"all keep.*at server1:1; expected {expected} FLEET_DURABLE_DIR.*got {got} FLEET_DURABLE_DIR"
+        with pytest.raises(UnsupportedError, match=told):
+            fleet.resize_servers(names([0, 1]))
+        optimizer.minimize(model(ids_of(worker, 1)))
+
+    job = Resized(body, [0], [0, 1], workers=1)
+    job.environs["server0:1" if is_durable else "server1:1"] = {**job.environ, "FLEET_DURABLE_DIR": str(tmp_path)}
+    job.end(job.start())
+    assert {name for name in job.errors if name.startswith("worker")} == set(), job.errors
 
 
 # ---------------------------------------------------------------------------------------------- asked from outside

@@ -47,6 +47,11 @@ class Lifecycle(Generic[W, S]):
         self._has_resumed = False
 
     @property
+    def assignment(self) -> Assignment:
+        """Return what this process is in its job, as it is now."""
+        return self._assignment
+
+    @property
     def running(self) -> bool:
         return self._worker is not None and not self._worker.stopped
 

@@ -49,6 +49,8 @@ def change_servers(
                 return tuple(target)
             if now["refusal"]:
                 raise StateError("the job stays with its servers", where=", ".join(servers), got=now["refusal"])
+            if not now["wanted"]:  # a server that has started again has not heard of it
+                job.ask(now["at"], pb.Rearrange(endpoints=target))
             if wait.so_far_s > timeout_s:
                 raise DeadlineError(
                     "the job has not moved yet",

@@ -60,6 +60,11 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
         self._remote_choice = RemoteChoice("sparse")
         self._embedding_remarks = EmbeddingRemarks()
 
+    @property
+    def assignment(self) -> Assignment:
+        """Return what this process is in its job, which may have moved to other servers."""
+        return self._assignment if self._worker is None else self._worker.assignment
+
     # ---------------------------------------------------------------- the optimizer
 
     def distributed_optimizer(
@@ -220,7 +225,7 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
         assert self._parts is not None
         optimizers, model, strategy = self._parts
         self._remote_choice.go_remote(optimizers, model)
-        a = self._assignment if self._worker is None else self._worker.assignment
+        a = self.assignment
         evict_every = self._settings.joined(dict(strategy.settings)).evict_every
         described = describe(optimizers, model, strategy, a.server_num, a.worker_num, evict_every)
         if model is not None and a.is_worker and a.index == 0:  # the job is told once

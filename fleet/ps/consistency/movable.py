@@ -7,13 +7,12 @@ from fleet.plan.specs import JobSpec
 from fleet.ps.consistency import policy_of
 
 
-def refuse_unmovable(spec: JobSpec, *, is_durable: bool = False) -> None:
+def refuse_unmovable(spec: JobSpec) -> None:
     """Refuse to move a job whose state, or the way in which its servers agree, would not be the same elsewhere."""
     settings = spec.settings
     policy = policy_of(settings)
     keeps_more = policy.trains_on_workers or policy.remembers_reads or policy.fills_buffers
     reasons = {
-        "FLEET_DURABLE_DIR": is_durable,
         f"the mode {settings.mode!r}": keeps_more,
         "elastic jobs": settings.elastic,
         "dense='all_reduce'": settings.has_dense_on_workers,
@@ -25,7 +24,7 @@ def refuse_unmovable(spec: JobSpec, *, is_durable: bool = False) -> None:
     if found:
         raise UnsupportedError(
             "the servers of this job cannot change while it runs",
-            expected="a job in the mode sync, async, half_async or ssp, whose servers keep nothing on disk",
+            expected="a job in the mode sync, async, half_async or ssp",
             got=", ".join(found),
             todo="Save a checkpoint, and start the whole job again with other servers.",
         )

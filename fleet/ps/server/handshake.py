@@ -80,6 +80,8 @@ class Handshake:
             self._begin(job, request.hello)
         if known is not job.plans.current and not is_repeated:
             job.plans.lags(worker, known)
+        if not job.moves.made:
+            job.moves.servers = tuple(request.hello.endpoints)
         if worker == 0:
             self._initialization.make_room(job, arrival)
         self._welcome(job, arrival)

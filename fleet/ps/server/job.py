@@ -160,6 +160,23 @@ class Progress:
 
 
 @dataclass
+class Moves:
+    """Holds which servers the job has, and whether it has moved there from others. ``Moving`` writes it, but for
+    ``servers`` before the first move, as a worker names them, and ``is_noted``."""
+
+    #: all servers, in their order
+    servers: tuple[str, ...] = ()
+    #: the last move that was made; empty before the first one
+    made: str = ""
+    #: whether this server is none of them
+    is_left: bool = False
+    #: worker -> the incarnations that it had before it went over
+    former: dict[int, set[int]] = field(default_factory=dict)
+    #: whether a journal has something of a move that is under way, which a snapshot would not have
+    is_noted: bool = False
+
+
+@dataclass
 class Job:
     """Holds the job, from the first hello on. ``where`` is its server, for errors; ``most_bytes`` is what a message may
     have."""
@@ -176,6 +193,7 @@ class Job:
     feed: Feed
     meetings: Meetings = field(default_factory=Meetings)
     progress: Progress = field(default_factory=Progress)
+    moves: Moves = field(default_factory=Moves)
     background: Background = field(default_factory=Background)
     #: what this server holds, once worker 0 has said hello or a checkpoint is read; and whether it has its values
     shard: Shard | None = None

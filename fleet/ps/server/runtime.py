@@ -5,6 +5,7 @@ It listens from the beginning on. ``run`` serves; a server that is to resume has
 
 from __future__ import annotations
 
+import json
 import logging
 import signal
 import threading
@@ -16,13 +17,15 @@ from fleet.base.cluster import Endpoint
 from fleet.base.settings import ProcessSettings
 from fleet.checkpoint.places import Place
 from fleet.checkpoint.resume_choice import Choice
+from fleet.errors import FleetError
 from fleet.ps.server.checkpoint_reader import Restore
 from fleet.ps.server.durability.state_directory import StateDirectory
 from fleet.ps.server.service import Service
 from fleet.ps.table.stores import stores_of
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
-from fleet.ps.wire.transport import Network
+from fleet.ps.wire.transport import Network, TransportError
+from fleet.ps.wire.wire_errors import raise_if_error
 from fleet.telemetry.observer import Observer
 
 _log = logging.getLogger("fleet.server")
@@ -32,6 +35,8 @@ TICK_S = 0.2
 EXPLAIN_S = 30.0
 #: What replies under way get to leave before the listener closes.
 GRACE_S = 2.0
+#: How long an answer of another server takes at most.
+ASKS_S = 2.0
 
 
 class ServerRuntime:
@@ -47,6 +52,7 @@ class ServerRuntime:
         resumes: Place | None = None,
     ) -> None:
         self._endpoint = endpoint
+        self._network = network
         self._settings = settings
         self._clock = clock
         endpoints = () if expected is None else expected[1]
@@ -112,6 +118,7 @@ class ServerRuntime:
             with closing(observer), _signals_end(self._service.stop, drain) as stopped:
                 while not self._service.ended.wait(TICK_S):
                     self._service.tick()
+                    ask_where_the_job_is(self._service, self._network)
                     absent = self._service.absent()
                     if absent and waits.is_due():
                         _log.warning("%s: waiting for %s, %.0f s so far", self._endpoint, absent, waits.so_far_s)
@@ -125,6 +132,17 @@ class ServerRuntime:
         failure = self._service.failure
         if failure is not None and not stopped:
             raise failure.again()
+
+
+def ask_where_the_job_is(service: Service, network: Network) -> None:
+    """Let a server that was killed while its job moved, and may not have been told, ask others."""
+    for place, endpoint in enumerate(service.doubts()):
+        with closing(network.connect(endpoint)) as channel:
+            try:
+                reply = raise_if_error(channel.start(Frame(pb.Request(where=pb.Where())), ASKS_S).result())
+            except (TransportError, FleetError):
+                continue
+            service.learn(json.loads(reply.message.about), is_first=place == 0)
 
 
 @contextmanager

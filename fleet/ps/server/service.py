@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ from fleet.ps.server.checkpoint_requests import CheckpointRequests
 from fleet.ps.server.deferring_lock import DeferringLock
 from fleet.ps.server.departure import Departure
 from fleet.ps.server.disk_waits import DiskWaits
-from fleet.ps.server.durability.durability import NOTED, Durability
+from fleet.ps.server.durability.durability import MOVING, NOTED, Durability
 from fleet.ps.server.durability.state_directory import StateDirectory
 from fleet.ps.server.feed_requests import FeedRequests
 from fleet.ps.server.handshake import Handshake
@@ -41,11 +41,13 @@ from fleet.ps.server.pending import Arrival, Outbox, nobody
 from fleet.ps.server.replacement import Replacement
 from fleet.ps.server.resumption import Resumption
 from fleet.ps.server.row_requests import RowRequests
+from fleet.ps.server.staging import Staging
 from fleet.ps.server.standstill import Standstill
 from fleet.ps.server.state_requests import StateRequests
 from fleet.ps.server.statistics import Statistics
 from fleet.ps.server.status import Status
 from fleet.ps.server.step_requests import BeforeUpdate, StepRequests
+from fleet.ps.server.wanted_servers import WantedServers
 from fleet.ps.table.shard import make_shard_in
 from fleet.ps.table.stores import MemoryStores, Stores
 from fleet.ps.wire import fleet_pb2 as pb
@@ -103,18 +105,12 @@ class Service:
         self._handshake = handshake = Handshake(
             endpoint, settings, end, members, durability, steps, initialization, expected, self._begin
         )
-        self._moving = Moving(
-            endpoint,
-            settings,
-            clock,
-            end,
-            members,
-            handshake,
-            make_shard,
-            self._begin,
-            may_begin=restore is None and resumes is None,
-            is_durable=durability is not None,
+        may_begin = restore is None and resumes is None
+        self._staging = staging = Staging(
+            endpoint, settings, clock, members, durability, handshake, make_shard, may_begin=may_begin
         )
+        self._wanted = wanted = WantedServers(where, end, members)
+        self._moving = Moving(where, end, members, durability, staging, wanted, self._begin)
         barrier = Barrier(clock, steps)
         self._standstill = Standstill(end, members)
         self._meetings = meetings = MeetingRequests(clock, members, steps)
@@ -184,7 +180,7 @@ class Service:
             self._check_member(request, kind, parting=True)
             self._statistics.heard(request.worker, request.beat.figures)
             meeting, broken = (0, 0) if self.job is None else self._meetings.heard(self.job, request)
-            wanted = self._moving.wanted_of(request.worker)
+            wanted = self._wanted.of(request.worker)
             respond(Frame(pb.Reply(about=self.absent(), meeting=meeting, broken=broken, wanted_servers=wanted)))
             return None
         if kind == "status":
@@ -211,7 +207,7 @@ class Service:
                 if self.end.suspended:
                     return None  # unanswered, it is asked again when the server is there again
                 if kind == "hello":
-                    self._moving.refuse_former(request, kind)
+                    self._moving.refuse_former(self.job, request, kind)
                 if self._moving.takes(kind, self.job, Arrival(frame, respond, outbox)):
                     job = self.job
                 elif kind == "hello":
@@ -245,17 +241,19 @@ class Service:
                 raise
         finally:
             # A refusal of this request travels as the exception; what became possible before it still leaves.
-            self._send(outbox, secure=kind in NOTED or self._reads_are_secure)
+            self._send(outbox, secure=kind in NOTED or self._reads_are_secure, surely=kind in MOVING)
             self._handle_released()
         return self._apply_pending
 
     def _check_member(self, request: Any, kind: str, *, parting: bool) -> None:
-        self._moving.refuse_former(request, kind)
+        self._moving.refuse_former(self.job, request, kind)
         self.end.refuse_if_failed(request.worker)
         self._members.check(request, parting=parting)
 
     def _begin(self, job: Job) -> None:
         self.job = job
+        if job.moves.made:
+            self._handshake.expect(tuple(map(Endpoint.parse, job.moves.servers)))
 
     def _found_job(self) -> Job | None:
         return self.job
@@ -307,14 +305,15 @@ class Service:
         """Say whether replies to questions wait until what was asked for before is safe."""
         return self.job is not None and self.job.policy.remembers_reads
 
-    def _send(self, outbox: Outbox, *, secure: bool = True) -> None:
+    def _send(self, outbox: Outbox, *, secure: bool = True, surely: bool = False) -> None:
         """Let replies leave. ``secure`` ones wait until what they acknowledge is as safe as it has to be. Replies to
         mere questions need not wait for what others have asked for: should that be lost, the questions are asked again.
         """
         while self._late:
             outbox.append(self._late.popleft())
         durability = self.durability
-        failure = durability.secure() if durability is not None and secure and outbox else None
+        is_kept = durability is not None and (secure or surely) and bool(outbox)
+        failure = durability.secure(surely=surely) if durability is not None and is_kept else None
         for respond, frame in outbox:
             respond(frame if failure is None else error_reply(failure))
         if not (self.end.over and self._is_followed_to_the_end):
@@ -346,7 +345,7 @@ class Service:
         with self._lock:
             self.end.end_if_rows_are_lost(self.job, outbox)
             is_left = self._moving.tick(self.job, now, outbox)
-            if self._moving.was_filled():
+            if self._staging.was_filled():
                 self._departure.await_the_first()
             if not is_left:
                 self._departure.tick(self.job, now, outbox)
@@ -358,8 +357,8 @@ class Service:
                 self._following.tick(self.job, now)
         self._send(outbox)
         self._handle_released()
-        if self._moving.cannot_drain:
-            self.stop(f"it was to be drained, and the job stays: {self._moving.cannot_drain}")
+        if self._wanted.cannot_drain:
+            self.stop(f"it was to be drained, and the job stays: {self._wanted.cannot_drain}")
         if self.durability is not None:
             self.durability.sync_if_due(now)
 
@@ -376,9 +375,22 @@ class Service:
     def drain(self, reason: str) -> None:
         """Have the job go on without this server, which ends then; or end it, if it cannot."""
         with self._lock:
-            is_asked = self._moving.drain(self.job)
+            is_asked = self._wanted.drain(self.job)
         if not is_asked:
             self.stop(reason)
+
+    def doubts(self) -> list[Endpoint]:
+        """Return whom to ask whether the job has moved to other servers, where this one may not have been told."""
+        with self._lock:
+            return self._moving.doubts(self.job)
+
+    def learn(self, answer: Mapping[str, Any], *, is_first: bool) -> None:
+        """Take in what one of those has answered."""
+        outbox: Outbox = []
+        with self._lock:
+            self._moving.learn(self.job, answer, outbox, is_first=is_first)
+        self._send(outbox, surely=True)
+        self._handle_released()
 
     def close(self) -> None:
         """Keep what has to be kept, after the last request."""

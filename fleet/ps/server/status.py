@@ -30,7 +30,7 @@ class Status:
         members: Members,
         statistics: Statistics,
         found_job: Callable[[], Job | None],
-        move: Callable[[], str],
+        move: Callable[[Job | None], str],
         worker_num: int | None,
     ) -> None:
         """``found_job`` finds the job, and ``move`` says what is done for a move, both under the lock; ``worker_num``
@@ -53,7 +53,7 @@ class Status:
             about: dict[str, Any] = {
                 "server": self._where,
                 "phase": self._phase(job),
-                "errand": self._move() or _task_of(job),
+                "errand": self._move(job) or _task_of(job),
                 "figures": {
                     "version": 0 if job is None else job.rounds.gate.version,
                     "parked": len(waiting),

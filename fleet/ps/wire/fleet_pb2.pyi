@@ -201,7 +201,7 @@ class Give(_message.Message):
     def __init__(self, name: _Optional[str] = ..., last: bool = ..., steps: _Optional[int] = ...) -> None: ...
 
 class Halt(_message.Message):
-    __slots__ = ["attempt", "delivered", "round", "version"]
+    __slots__ = ["attempt", "delivered", "endpoints", "round", "version"]
     class DeliveredEntry(_message.Message):
         __slots__ = ["key", "value"]
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -211,13 +211,15 @@ class Halt(_message.Message):
         def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     DELIVERED_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     attempt: str
     delivered: _containers.ScalarMap[int, int]
+    endpoints: _containers.RepeatedScalarFieldContainer[str]
     round: int
     version: int
-    def __init__(self, attempt: _Optional[str] = ..., version: _Optional[int] = ..., round: _Optional[int] = ..., delivered: _Optional[_Mapping[int, int]] = ...) -> None: ...
+    def __init__(self, attempt: _Optional[str] = ..., version: _Optional[int] = ..., round: _Optional[int] = ..., delivered: _Optional[_Mapping[int, int]] = ..., endpoints: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ["endpoints", "fingerprint", "job_id", "label", "options", "seed", "server", "spec"]

@@ -47,6 +47,8 @@ _FIRST = "dense:0:0"
 #: Rows that have changed while the last ones were copied are copied in a further round, so often, as long as they are
 #: more than so many and become fewer.
 _MOST_ROUNDS, _FEW = 8, 1 << 14
+#: So often a move within one call begins anew.
+_MOST_ATTEMPTS = 5
 #: What tells the moves that this process begins from each other.
 _numbers = itertools.count(1)
 #: A copy beside the training leaves it alone for so many times as long as a piece has taken.
@@ -56,7 +58,19 @@ _REST = 8.0
 def resize(worker: WorkerRuntime, endpoints: object) -> None:
     servers = _checked(endpoints)
     _refuse_unmovable(worker)
-    _once(worker, servers, lambda: Copy(worker, servers).move())
+    _once(worker, servers, lambda: _move(worker, servers))
+
+
+def _move(worker: WorkerRuntime, servers: tuple[Endpoint, ...]) -> None:
+    """Move the job; begin anew where a durable server was killed meanwhile, and goes on."""
+    for left in reversed(range(_MOST_ATTEMPTS)):
+        try:
+            Copy(worker, servers).move()
+        except MissedError:
+            if not left:
+                raise
+        else:
+            return
 
 
 class AskedMove:
@@ -245,7 +259,9 @@ class Copy:
 
     def _let_go(self, connection: Connection, number: int, delivered: Mapping[int, int] | None = None) -> Frame:
         completed, clock = self._worker.progress.completed, connection.clock
-        halt, began = pb.Halt(attempt=self._attempt, version=completed, round=number, delivered=delivered), clock.now()
+        endpoints = [*(str(each.endpoint) for each in self._former), *map(str, self.servers)]
+        halt = pb.Halt(attempt=self._attempt, version=completed, round=number, delivered=delivered, endpoints=endpoints)
+        began = clock.now()
         while True:
             try:
                 return connection.call(Frame(connection.request(completed, halt=halt)), "a move to other servers")

@@ -58,6 +58,10 @@ NOTED = frozenset(
 )
 
 
+#: Requests of a move to other servers, which are written down where they have changed anything.
+MOVING = frozenset(("halt", "stage", "fill", "switch"))
+
+
 class _GivenUpError(Exception):
     """Says that nobody wants this snapshot any more."""
 
@@ -114,6 +118,22 @@ class Durability:
         elif kind == "gather":
             self._unfinished[kind, message.worker, message.gather.number] = frame
 
+    def note_move(self, job: Job | None, frame: Frame, outbox: Outbox) -> None:
+        """Write down what is about to be done for a move to other servers. A server that is killed knows then whether
+        it stands still, what it is to take over, and whether the move was made."""
+        self._record(Kind.REQUEST, frame.buffers, job, outbox)
+        if job is not None:
+            job.moves.is_noted = True
+
+    def has_moved(self) -> None:
+        """Take a snapshot soon: what is in the journals led to another job than this one is now."""
+        self._directory.make_due()
+
+    def forget_moves(self) -> None:
+        """Drop all that was written of moves to this server, which has no job: nothing came of them."""
+        if not self.replaying:
+            self._directory.empty()
+
     def note_origin(self, origin: Origin, outbox: Outbox) -> None:
         """Write into the journal, before the first hello, what the job begins with."""
         self._record(Kind.ORIGIN, lambda: [json.dumps(astuple(origin)).encode()], None, outbox)
@@ -134,10 +154,10 @@ class Durability:
         except OSError as error:
             raise self._end.cannot_keep(error, job, outbox) from None
 
-    def secure(self) -> FleetError | None:
-        """Put on the disk what has to be there before anybody hears of it. Called without the lock, as it may take
-        long."""
-        return self._synced(self._directory.secure)
+    def secure(self, *, surely: bool) -> FleetError | None:
+        """Put on the disk what has to be there before anybody hears of it, as FLEET_DURABLE_SYNC says, or ``surely``
+        unless that leaves it to the system. Called without the lock, as it may take long."""
+        return self._synced(lambda: self._directory.secure(surely=surely))
 
     def sync_if_due(self, now: float) -> None:
         """Put the journal on the disk from time to time. Called without the lock."""
@@ -220,7 +240,7 @@ class Durability:
         """
         if self._closed or self._end.begun or not job.is_whole or self.replaying or not self._directory.is_due:
             return False
-        if job.rounds.due:
+        if job.rounds.due or job.moves.is_noted or job.moves.is_left:
             return False
         self._forget_finished(job)
         clocks = job.rounds.gate.clocks
@@ -315,7 +335,7 @@ class Durability:
                     begin_with(Origin(*json.loads(bytes(data))))
                 elif kind is Kind.REQUEST:
                     frame = read_frame(pb.Request, [data])
-                    if running() is None and frame.message.WhichOneof("kind") != "hello":
+                    if running() is None and frame.message.WhichOneof("kind") not in ("hello", *MOVING):
                         raise _of_another_version(self.directory)
                     with contextlib.suppress(FleetError):  # it was refused then as well
                         ask(frame)
@@ -394,6 +414,12 @@ class Durability:
             self._closed, self._wanted = True, None
         if self._writer is not None:
             self._writer.join()
+
+
+def note_move(durability: Durability | None, job: Job | None, frame: Frame, outbox: Outbox) -> None:
+    """Write down what is about to be done for a move, where anything is."""
+    if durability is not None:
+        durability.note_move(job, frame, outbox)
 
 
 def _waits_for_first(job: Job, kind: str, request: Any) -> bool:

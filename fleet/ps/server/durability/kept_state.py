@@ -8,7 +8,7 @@ server removes is missed by name.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,7 +120,7 @@ def kept_servers(root: object, job_id: str | None = None) -> list[KeptServer]:
         raise ConfigurationError(
             "nothing is kept here of this job", where=str(where), expected=", ".join(map(repr, jobs)), got=repr(job_id)
         )
-    found.sort(key=lambda each: _age(each.directory))
+    found.sort(key=lambda each: (_age(each.directory), -each.first))  # of one job those that it has moved to come first
     last, newest = found[0], dict[int, KeptServer]()
     for each in found:
         if (each.job_id, each.spec.common.settings) == (last.job_id, last.spec.common.settings):
@@ -146,7 +146,7 @@ def _kept_server(directory: Path) -> KeptServer:
         origin, hello = _beginning(begun)
         if hello is not None and not origin.id:  # else a snapshot follows as soon as the checkpoint is read
             segments.insert(0, begun)
-        if hello is not None:
+        if hello is not None and not (segments and _has_moved(segments[-1])):
             spec = JobSpec.from_json(hello.spec)
             return _known(directory, hello.server, spec, hello.job_id, segments)
     if not segments:
@@ -156,7 +156,21 @@ def _kept_server(directory: Path) -> KeptServer:
     snapshot = segments[-1].snapshot
     assert snapshot is not None
     state = snapshot.state
-    return _known(directory, state["server"], JobSpec.from_json(state["spec"]), state["job_id"], segments)
+    spec = JobSpec.from_json(state["spec"])
+    return _known(directory, state["server"], spec, state["job_id"], _since_a_move(segments, state))
+
+
+def _since_a_move(segments: list[Segment], state: Mapping[str, Any]) -> list[Segment]:
+    """Return those since the job has moved to the servers that it has in a state, if it ever has."""
+    return [
+        each
+        for each in segments
+        if each.snapshot is not None and each.snapshot.state.get("moved") == state.get("moved")
+    ]
+
+
+def _has_moved(segment: Segment) -> bool:
+    return segment.snapshot is not None and bool(segment.snapshot.state.get("moved", [""])[0])
 
 
 def _known(directory: Path, server: int, spec: JobSpec, job_id: str, segments: list[Segment]) -> KeptServer:

@@ -20,7 +20,7 @@ from fleet.ps.consistency.membership import MemberRecord
 from fleet.ps.consistency.staleness import total
 from fleet.ps.server.checkpoint_reader import Origin, fill_own
 from fleet.ps.server.durability.state_directory import Draft, Kind
-from fleet.ps.server.job import Job
+from fleet.ps.server.job import Job, Moves
 from fleet.ps.table.frozen_view import FrozenView
 from fleet.ps.table.previous_round import PreviousRound
 from fleet.ps.table.shard import FIRST, MakeShard, Piece, Shard, is_of_rows
@@ -102,6 +102,7 @@ def state_of(job: Job, shard: Shard, members: Sequence[MemberRecord], unfinished
         "former": [plan.spec.to_json() for plan in plans.former],
         "outgrown": {worker: plan.spec.to_json() for worker, plan in plans.outgrown.items()},
         "claims": job.claims.dump(),
+        "moved": [job.moves.made, job.moves.servers, {worker: [*each] for worker, each in job.moves.former.items()}],
         "members": members,
     }
 
@@ -187,6 +188,8 @@ def take_up(job: Job, shard: Shard, state: Mapping[str, Any], now: float) -> Non
     plans.outgrown = {
         int(worker): make_plan(JobSpec.from_json(each)) for worker, each in state.get("outgrown", {}).items()
     }
+    made, servers, former = state.get("moved", ("", (), {}))
+    job.moves = Moves(tuple(servers), made, former={int(worker): {*each} for worker, each in former.items()})
 
 
 def recall(job: Job, kind: Kind, frame: Frame) -> None:

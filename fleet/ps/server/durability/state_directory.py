@@ -126,6 +126,12 @@ class Journal:
                 os.fsync(self._file)
                 self._synced = size
 
+    def empty(self) -> None:
+        """Drop all records."""
+        with self._syncing:
+            os.ftruncate(self._file, 0)
+            self.bytes = self._synced = 0
+
     def read(self, *, is_last: bool) -> Iterator[bytearray]:
         """Yield every whole record, in order. Only the last of several journals can have a torn end."""
         at = 0
@@ -292,15 +298,24 @@ class StateDirectory:
     def record(self, kind: Kind, buffers: Iterable[bytes | memoryview]) -> None:
         self._journals[-1].append([kind.value, *buffers])
 
-    def secure(self) -> None:
-        """Put on the disk what has been recorded by now, if anything is to be there before somebody hears of it."""
-        if self._sync == ALWAYS:
+    def secure(self, *, surely: bool = False) -> None:
+        """Put on the disk what has been recorded by now, if anything is to be there before somebody hears of it, or if
+        this is to be there ``surely``."""
+        if self._sync == ALWAYS or (surely and self._sync == INTERVAL):
             self.sync()
 
     def sync_if_due(self, now: float) -> None:
         if self._sync == INTERVAL and now - self._synced_at >= SYNC_S:
             self._synced_at = now
             self.sync()
+
+    def make_due(self) -> None:
+        """Let it be time for a snapshot."""
+        self._due_at = 0
+
+    def empty(self) -> None:
+        """Drop what has been recorded since the last snapshot."""
+        self._journals[-1].empty()
 
     def sync(self) -> None:
         """Put on the disk everything that has been recorded by now."""

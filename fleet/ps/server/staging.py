@@ -1,0 +1,201 @@
+"""A server gets ready to take over its part of a job that moves: it is filled with rows and parameters, and knows at
+last how far the job is.
+
+The caller holds the server's lock.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fleet.base.clock import Clock
+from fleet.base.cluster import Endpoint
+from fleet.base.settings import ProcessSettings
+from fleet.errors import (
+    FleetError,
+    MissedError,
+    PlanMismatchError,
+    ProtocolError,
+    ServerBusyError,
+    UnsupportedError,
+)
+from fleet.numeric.tensors import WireTensor
+from fleet.plan.specs import JobSpec
+from fleet.ps.consistency.membership import MemberRecord
+from fleet.ps.consistency.movable import refuse_unmovable
+from fleet.ps.server.admission import check_fingerprint, check_job_id, check_share
+from fleet.ps.server.durability.durability import Durability, note_move
+from fleet.ps.server.durability.snapshot import recall, take_up
+from fleet.ps.server.durability.state_directory import Kind
+from fleet.ps.server.handshake import Handshake
+from fleet.ps.server.job import Job, new_job
+from fleet.ps.server.members import Members
+from fleet.ps.server.pending import Arrival
+from fleet.ps.server.refill import Refill
+from fleet.ps.table.shard import MakeShard, Shard
+from fleet.ps.wire import fleet_pb2 as pb
+from fleet.ps.wire.frame import read_frame
+
+#: What travels beside the state of a job, from the first server alone: outcomes of gatherings, states of own objects.
+RECORDS = "records"
+
+
+@dataclass
+class Stage:
+    """Holds the job as this server is to have it."""
+
+    attempt: str
+    job: Job
+    shard: Shard
+    refill: Refill
+    members: Sequence[MemberRecord] = ()
+    filled: int = 0
+    is_whole: bool = False
+
+
+class Staging:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        settings: ProcessSettings,
+        clock: Clock,
+        members: Members,
+        durability: Durability | None,
+        handshake: Handshake,
+        make_shard: MakeShard,
+        *,
+        may_begin: bool,
+    ) -> None:
+        """``may_begin`` says that this process was given nothing to begin with."""
+        self._endpoint = endpoint
+        self._where = str(endpoint)
+        self._settings = settings
+        self._clock = clock
+        self._members = members
+        self._durability = durability
+        self._handshake = handshake
+        self._make_shard = make_shard
+        self._may_begin = may_begin
+        self.stage: Stage | None = None
+        #: whether this server has heard of what it is to take over, since it was asked last
+        self._was_filled = False
+
+    def get_ready(self, job: Job | None, arrival: Arrival, copied: str) -> None:
+        """Make room for what this server is to take over; ``copied`` is the move for which it is copied itself."""
+        stage, self._was_filled = arrival.request.stage, True
+        if self.stage is not None and self.stage.attempt == stage.attempt:
+            arrival.answer(pb.Reply())
+            return
+        is_copied = copied == stage.attempt
+        if job is not None and not (is_copied or self._is_replaying):
+            if self._members.has(arrival.request):
+                raise stale(self._where)  # it was killed since
+            raise ServerBusyError("this server has a job already", where=self._where)
+        if job is None and not self._may_begin:
+            raise UnsupportedError(
+                "this server was started with a state of its own, and cannot take over another one",
+                where=self._where,
+                todo="Start it anew, without a checkpoint.",
+            )
+        spec, server = JobSpec.from_json(stage.spec), stage.server
+        refuse_unmovable(spec)
+        self._check_servers(stage, spec, is_new=job is None)
+        try:
+            told = json.loads(stage.about)
+            self._check_keeps(told["is_durable"])
+            check_job_id(self._endpoint, self._settings.job_id, told["job_id"])
+            most_bytes = self._settings.security.max_message_bytes
+            new = new_job(spec, told["job_id"], self._where, most_bytes, self._settings.rpc_deadline_s)
+            plan, options = new.plans.current, tuple(told["options"])
+            check_fingerprint(self._endpoint, plan, stage.fingerprint)
+            check_share(self._endpoint, plan, server, options, most_bytes)
+            shard = self._make_shard(plan, server, told["seed"], options)
+        except (LookupError, TypeError, ValueError) as error:
+            raise self._unreadable(error) from None
+        if job is None and self._durability is not None:
+            self._durability.forget_moves()
+        note_move(self._durability, job, arrival.frame, arrival.outbox)
+        self.stage = Stage(stage.attempt, new, shard, Refill(shard, self._where))
+        arrival.answer(pb.Reply())
+
+    def _check_keeps(self, is_durable: bool) -> None:
+        """Refuse what the servers that there are keep and this one would not, or the other way round."""
+        if is_durable != (self._durability is not None):
+            raise UnsupportedError(
+                "of the servers of one job all keep their state on disk, or none",
+                where=self._where,
+                expected=f"{'a' if is_durable else 'no'} FLEET_DURABLE_DIR, as the servers have that there are",
+                got=f"{'no' if is_durable else 'a'} FLEET_DURABLE_DIR",
+                todo="Start the new servers as those that there are.",
+            )
+
+    def _unreadable(self, error: Exception) -> FleetError:
+        if isinstance(error, FleetError):
+            return error
+        return ProtocolError("the state of a job cannot be read", where=self._where, got=repr(error))
+
+    def _check_servers(self, stage: Any, spec: JobSpec, *, is_new: bool) -> None:
+        known, endpoints = [str(each) for each in self._handshake.expected_servers], list(stage.endpoints)
+        known = [] if self._is_replaying else known  # addresses are those of its time
+        fits = stage.server < len(endpoints) == spec.settings.server_num
+        if not fits or (is_new and known and known != endpoints) or (known and endpoints[stage.server] != self._where):
+            raise PlanMismatchError(
+                "this server was started with another list of servers than the job is to have",
+                where=self._where,
+                expected=", ".join(known),
+                got=", ".join(endpoints[:100])[:4000],
+                todo="Start new servers with the list that the job is to have.",
+            )
+
+    def fill(self, job: Job | None, arrival: Arrival) -> None:
+        """Take a piece of what this server is to have."""
+        fill, stage, self._was_filled = arrival.request.fill, self.stage, True
+        if stage is None or stage.attempt != fill.attempt:
+            raise MissedError("a server was started again, or has given up, while the job moved", where=self._where)
+        if fill.number > stage.filled:
+            note_move(self._durability, job, arrival.frame, arrival.outbox)
+            if fill.state:
+                self._complete(stage, fill.state, arrival.tensors)
+            else:
+                stage.refill.add(json.loads(fill.about), arrival.tensors)
+            stage.filled = fill.number
+        arrival.answer(pb.Reply())
+
+    def _complete(self, stage: Stage, text: str, records: Sequence[WireTensor]) -> None:
+        """Let what this server has been filled with be as far as the job that it comes from."""
+        servers = stage.job.plans.current.spec.settings.server_num
+        try:
+            stage.refill.end()
+            state = json.loads(text)
+            former = [JobSpec.from_json(each).on_servers(servers) for each in state["former"]]
+            state["former"] = [each.to_json() for each in former]
+            stage.shard.set_options(state["options"])
+            take_up(stage.job, stage.shard, state, self._clock.now())
+            for kind, tensor in zip(state[RECORDS], records, strict=True):
+                recall(stage.job, Kind[kind], read_frame(pb.Reply, [tensor.numpy().tobytes()]))
+            stage.members = [_member(record) for record in state["members"]]
+        except (LookupError, TypeError, ValueError) as error:
+            raise self._unreadable(error) from None
+        stage.is_whole = True
+
+    def was_filled(self) -> bool:
+        """Say, once, whether somebody has been filling this server, which has no job yet."""
+        was_filled, self._was_filled = self._was_filled, False
+        return was_filled
+
+    @property
+    def _is_replaying(self) -> bool:
+        return self._durability is not None and self._durability.replaying
+
+
+def stale(where: str) -> FleetError:
+    """Return what is wrong with a move whose copy is not of what there is."""
+    return MissedError("values were replaced, or parameters joined, while the job was copied", where=where)
+
+
+def _member(record: Sequence[Any]) -> MemberRecord:
+    worker, standing, incarnation, label = record
+    return int(worker), standing, int(incarnation), str(label)
