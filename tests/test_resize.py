@@ -19,6 +19,7 @@ from faults import Action, Fault, FaultyNetwork
 from harness import PATIENT, SOON, Job, until
 from inside import found_job, is_copying, leave, wanted_servers, worker_of
 from patience import PATIENCE_S
+from test_elastic import ELASTIC, part
 from test_feed import Followed, source_of
 
 import fleet as fleet_package
@@ -35,6 +36,7 @@ from fleet.errors import (
     UnsupportedError,
 )
 from fleet.launch.servers_command import change_servers
+from fleet.nn import CountFilter, MaxRows, Probability, SmallNorm, Unused
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.loopback import LoopbackNetwork
@@ -57,16 +59,16 @@ OPTIMIZERS: dict[str, Callable[[torch.nn.Module], list[torch.optim.Optimizer]]] 
 one_at_a_time = threading.Lock()
 
 
-def model_of_all(large: int = 9000) -> Model:
+def model_of_all(large: int = 9000, rules: dict[str, Any] | None = None) -> Model:
     with one_at_a_time:
         torch.manual_seed(7)
-        return Model(large)
+        return Model(large, rules or {})
 
 
 class Model(torch.nn.Module):
-    def __init__(self, large: int) -> None:
+    def __init__(self, large: int, rules: dict[str, Any]) -> None:
         super().__init__()
-        self.table = fleet_package.nn.Embedding(None, 4)
+        self.table = fleet_package.nn.Embedding(None, 4, **rules)
         self.small = torch.nn.Linear(4, 3)
         self.large = torch.nn.Linear(3, large)
 
@@ -524,6 +526,118 @@ def test_who_starts_again_with_the_old_list_is_told_the_new_one() -> None:
     for _, state in results:
         for name, value in state.items():
             assert torch.equal(value, results[0][1][name]), name
+
+
+#: What else a job may have to take along: its strategy, and its table's rules.
+ALONG: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "bf16": (lambda: StrategyFactory.create_sync_strategy(wire_dtype="bf16"), {}),
+    "int8": (lambda: StrategyFactory.create_sync_strategy(wire_dtype="int8"), {}),
+    "norm": (lambda: StrategyFactory.create_sync_strategy(max_grad_norm=0.05), {}),
+    "count": (lambda: None, {"admit": CountFilter(3)}),
+    "weights": (lambda: None, {"admit": CountFilter(3, of="weight"), "evict": MaxRows(30, by="weight")}),
+    "chance": (lambda: None, {"admit": Probability(0.5)}),
+    "unused": (lambda: evicting(), {"evict": Unused(steps=2)}),
+    "most": (lambda: evicting(), {"admit": CountFilter(2), "evict": [MaxRows(20), SmallNorm(0.01)]}),
+}
+
+
+def evicting() -> Any:
+    return StrategyFactory.create_sync_strategy().with_settings(evict_every=2)
+
+
+def taking_along(what: str, then: list[str] | None, asks: bool) -> Callable[[Fleet, int], Any]:
+    strategy, rules = ALONG[what]
+
+    def body(fleet: Fleet, worker: int) -> Any:
+        model = model_of_all(rules=rules)
+        optimizer = fleet.distributed_optimizer(OPTIMIZERS["adam"](model), strategy(), model=model)
+        fleet.init_worker()
+        told = []
+        for step in range(2 * STEPS):
+            if step == MOVED_AFTER and then is not None and worker == 0 and not asks:
+                fleet.resize_servers(then)
+            if step == MOVED_AFTER and then is not None and worker == 0 and asks:
+                until(lambda: wanted_servers(fleet) or fleet.server_endpoints() == then)
+            optimizer.zero_grad()
+            loss = model(ids_of(worker, step))
+            loss.backward()
+            optimizer.step()
+            told.append(loss.item())
+            if asks and then is not None and worker == 0 and step >= MOVED_AFTER:
+                until(lambda: not is_copying(fleet))
+        fleet.barrier_worker()
+        life = fleet.summary()["tables"]["table.weight"]
+        return (
+            told,
+            fleet.state_dict(model),
+            {key: life[key] for key in ("rows", "pending", "evicted", "dropped_gradients")},
+        )
+
+    return body
+
+
+@functools.cache
+def undisturbed_with(what: str, servers: int) -> Any:
+    return Job(taking_along(what, None, False), 2, servers, environ=BEATING).run()
+
+
+@pytest.mark.parametrize("asks", [False, True], ids=["in a call", "from outside"])
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("what", ALONG)
+@pytest.mark.pairs
+def test_what_a_job_takes_along(what: str, move: str, asks: bool) -> None:
+    first, then = MOVES[move]
+    job = Resized(taking_along(what, names(then), asks), first, then, environ=BEATING)
+    threads = job.start()
+    if asks:
+        with closing(job.network.connect(Endpoint.parse(job.endpoints[0]))) as channel:
+            until(lambda: (service := job.service("server0:1")) is not None and service.job is not None)
+            channel.start(Frame(pb.Request(rearrange=pb.Rearrange(endpoints=names(then)))), 10.0).result()
+    job.join(threads)
+    assert job.errors == {}
+    got, expected = [job.results[worker] for worker in range(2)], undisturbed_with(what, len(first))
+    if what == "int8":  # scales are those of a server's part
+        for (losses, *_), (other, *_) in zip(got, expected, strict=True):
+            assert losses == pytest.approx(other, abs=5e-3)
+        return
+    assert_same([each[:2] for each in got], [each[:2] for each in expected])
+    assert [each[2] for each in got] == [each[2] for each in expected]
+
+
+@pytest.mark.parametrize("mode", ["async", "half_async"])
+@pytest.mark.parametrize("asks", [False, True], ids=["in a call", "from outside"])
+def test_workers_join_and_leave_around_a_move(mode: str, asks: bool) -> None:
+    job = Resized(lambda *_: None, [0, 1], [1, 2, 3], environ=BEATING)
+    lists = [(name, job.endpoints) for name in job.endpoints] + [(name, job.then) for name in job.then[1:]]
+    threads = [threading.Thread(target=job.serve_at, args=each, daemon=True) for each in lists]
+    for thread in threads:
+        thread.start()
+    zero, one = (part(job, index, 2, ELASTIC[mode]).join() for index in range(2))
+    zero.train(3)
+    one.train(2)
+    five = part(job, 5, 6, ELASTIC[mode]).join()
+    five.train(1)
+    if asks:
+        with closing(job.network.connect(Endpoint.parse(job.endpoints[0]))) as channel:
+            channel.start(Frame(pb.Request(rearrange=pb.Rearrange(endpoints=job.then))), 10.0).result()
+        until(lambda: zero.train(1) or zero.fleet.server_endpoints() == job.then)
+        taken = zero.fleet.summary()["steps_by_worker"][0]
+    else:
+        zero.fleet.resize_servers(job.then)
+        zero.train(4)
+        taken = 7
+    seven = part(job, 7, 8, ELASTIC[mode]).join()  # with the list that the job had at first
+    one.train(2)
+    seven.train(1)
+    five.leave()
+    zero.sees(taken, 4, 0, 0, 0, 1, 0, 1)
+    one.leave()
+    zero.leave()
+    seven.train(2)
+    seven.sees(taken, 4, 0, 0, 0, 1, 0, 3)
+    seven.leave()
+    job.join(threads)
+    assert job.errors == {}
 
 
 @pytest.mark.parametrize(

@@ -172,21 +172,24 @@ def _restore_counts(checkpoint: Checkpoint, shard: Shard, server: int, fit: Fit)
         table = tables.get(about[COUNTS])
         if table is None:
             continue
-        if not isinstance(table, LivingTable) or not _take_counts(table, about, tensors, server, servers):
+        if not isinstance(table, LivingTable) or not take_counts(table, about, tensors, server, servers):
             dropped.add(about[COUNTS])
     if dropped:
         text = "%s: what was counted of ids without a row says nothing to other rules, and is left out: %s"
         _log.warning(text, checkpoint.where, ", ".join(sorted(map(repr, dropped))))
 
 
-def _take_counts(
+def take_counts(
     table: LivingTable, about: Mapping[str, Any], tensors: Sequence[torch.Tensor], server: int, servers: int
 ) -> bool:
+    """Take over a piece of what some server counted of ids without a row; return whether it says anything here."""
     if len(tensors) == 1:
         # The cells of all servers go into each, unless these are the servers that wrote them.
-        if about["servers"] == servers and about["server"] != server:
+        is_same = about["servers"] == servers
+        if is_same and about["server"] != server:
             return True
-        return table.load_counts({**about, "counted": about["counted"] // servers}, {"cells": tensors[0].numpy()})
+        counted = about["counted"] if is_same else about["counted"] // servers
+        return table.load_counts({**about, "counted": counted}, {"cells": tensors[0].numpy()})
     ids, counts = (tensor.numpy() for tensor in tensors)
     mine = partition(ids, servers)[server] if servers > 1 else slice(None)
     return table.load_counts(about, {"ids": ids[mine], "counts": counts[mine]})
@@ -274,7 +277,7 @@ def fill_own(shard: Shard, pieces: Iterable[tuple[dict[str, Any], list[torch.Ten
             ids, *columns = [tensor.numpy() for tensor in tensors]
             tables[about[TABLE]].load(ids, dict(zip(about["columns"], columns, strict=True)))
     for living, about, tensors in counted:
-        _take_counts(living, about, tensors, shard.server, shard.plan.spec.settings.server_num)
+        take_counts(living, about, tensors, shard.server, shard.plan.spec.settings.server_num)
     states: list[BlockState] = []
     for slot in shard.dense.layout.slots:
         whole, flat = assembly.whole(_of_block(shard.plan.param_of(slot.block).name, slot.block.offset))

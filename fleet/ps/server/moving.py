@@ -57,6 +57,9 @@ from fleet.ps.wire.wire_errors import error_reply
 
 _log = logging.getLogger("fleet.server")
 
+#: Under this name a copy goes on from the epochs of its rounds.
+_BASE = "move"
+
 
 @dataclass
 class _Copying:
@@ -238,6 +241,8 @@ class Moving:
         if halt.round > copying.round:
             shard.apply_pending()
             copying.round, copying.since, copying.following = halt.round, copying.following, shard.history.next_epoch()
+            self._check_removed(copying)
+            shard.history.goes_on_from(_BASE, *[each for each in (copying.since, copying.following) if each])
         about = {
             "job_id": job.job_id,
             "seed": shard.seed,
@@ -247,6 +252,10 @@ class Moving:
         }
         cursor = shard.first_rows(copying.since)
         arrival.answer(pb.Reply(version=job.rounds.gate.version, cursor=cursor, about=json.dumps(about)))
+
+    def _check_removed(self, copying: _Copying) -> None:
+        if copying.since and not copying.shard.history.knows_removed(copying.since):
+            raise stale(self._where)
 
     def _check_copied(self, job: Job, copying: _Copying) -> None:
         found = job.shard, job.plans.current.fingerprint, job.progress.loads
@@ -280,6 +289,7 @@ class Moving:
             self._halt = _Halt(request.halt.attempt, request, is_recalled=self._is_replaying)
             if copying is not None:
                 copying.since = copying.following
+                self._check_removed(copying)
         self._take_delivered(job, self._halt, dict(request.halt.delivered))
         shard = job.held()
         shard.apply_pending()
@@ -323,7 +333,7 @@ class Moving:
 
     def _check_version(self, job: Job, request: Any) -> None:
         is_elsewhere = job.policy.shares_steps and request.halt.version != job.rounds.gate.version
-        if is_elsewhere or job.rounds.due or job.cuts:
+        if is_elsewhere or job.rounds.due:
             raise ProtocolError(
                 "the job went on while it was to stand still",
                 where=self._where,
@@ -387,7 +397,7 @@ class Moving:
         waiting = [each.respond for each in job.abandon()] if job is not None else []
         waiting += [respond for _, respond in halt.held] if halt is not None else []
         outbox += [(respond, error_reply(self._moved())) for respond in waiting]
-        self._copying = self._halt = self._staging.stage = None
+        self._forget()
         self._gone_over = set()
         self._wanted.are_made()
         servers = tuple(switch.endpoints)
@@ -417,11 +427,16 @@ class Moving:
         elif (under_way := halt or stage) is not None:
             switch = pb.Switch(attempt=under_way.attempt, given_up=True)
             note_move(self._durability, job, Frame(pb.Request(switch=switch)), outbox)
-        self._copying = self._halt = self._staging.stage = None
+        self._forget()
         if job is not None:
             job.moves.is_noted = False
         if halt is not None:
             self._released += halt.held
+
+    def _forget(self) -> None:
+        if self._copying is not None:
+            self._copying.shard.history.leave(_BASE)
+        self._copying = self._halt = self._staging.stage = None
 
     @property
     def _is_replaying(self) -> bool:

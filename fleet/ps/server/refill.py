@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from fleet.checkpoint.assembly import Assembly
-from fleet.checkpoint.manifest import DENSE, TABLE
+from fleet.checkpoint.manifest import COUNTS, DENSE, TABLE
 from fleet.errors import CheckpointError, ProtocolError
 from fleet.numeric.tensors import WireTensor
-from fleet.ps.server.checkpoint_reader import restore_piece, write_whole
+from fleet.ps.server.checkpoint_reader import restore_piece, take_counts, write_whole
+from fleet.ps.table.living_table import LivingTable
 from fleet.ps.table.shard import Shard
 
 
@@ -21,6 +24,8 @@ class Refill:
         self._where = where
         self._tables = {table.spec.name: table for table in shard.tables}
         here = [shard.plan.param_of(slot.block) for slot in shard.dense.layout.slots]
+        #: taken when all rows are there
+        self._counted: list[tuple[LivingTable, Mapping[str, Any], Sequence[torch.Tensor]]] = []
         self._assembly = Assembly({param.name: param.numel for param in here}, where)
         shard.prepare()
 
@@ -29,6 +34,8 @@ class Refill:
         try:
             if DENSE in about:
                 self._assembly.add(about[DENSE], [tensor.torch() for tensor in tensors])
+            elif COUNTS in about:
+                self._counted.append((self._living(about[COUNTS]), about, [tensor.torch() for tensor in tensors]))
             else:
                 arrays = [tensor.numpy() for tensor in tensors]
                 table, server = self._tables[about[TABLE]], self._shard.server
@@ -38,8 +45,18 @@ class Refill:
                 "a piece of a server's state does not fit", where=self._where, got=repr(error)
             ) from None
 
+    def _living(self, name: str) -> LivingTable:
+        table = self._tables[name]
+        if not isinstance(table, LivingTable):
+            raise ProtocolError(
+                "a piece of a server's state does not fit", where=self._where, got=f"counts of {name!r}"
+            )
+        return table
+
     def end(self) -> None:
-        """Write the parameters, all pieces of which have come."""
+        """Write the parameters, all pieces of which have come, and what was counted of ids without a row."""
+        for living, about, tensors in self._counted:
+            take_counts(living, about, tensors, self._shard.server, self._shard.plan.spec.settings.server_num)
         try:
             write_whole(self._shard, self._assembly, lacks=lambda _: False, keeps_state=lambda _: True)
         except CheckpointError as error:

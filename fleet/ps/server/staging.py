@@ -174,6 +174,7 @@ class Staging:
             state["former"] = [each.to_json() for each in former]
             stage.shard.set_options(state["options"])
             take_up(stage.job, stage.shard, state, self._clock.now())
+            stage.shard.resume_past(state["past"], state["now"])
             for kind, tensor in zip(state[RECORDS], records, strict=True):
                 recall(stage.job, Kind[kind], read_frame(pb.Reply, [tensor.numpy().tobytes()]))
             stage.members = [_member(record) for record in state["members"]]

@@ -60,6 +60,10 @@ class History:
         """Say whether it is known which rows were removed in an epoch or later."""
         return all(table.knows_removed(since) for table in self._tables)
 
+    def leave(self, who: str) -> None:
+        """Note that somebody asks no more for what has changed."""
+        self._bases.pop(who, None)
+
     def goes_on_from(self, who: str, *epochs: int) -> None:
         """Note from which epochs on somebody may ask for what has changed; nobody else needs to be known to."""
         self._bases[who] = epochs

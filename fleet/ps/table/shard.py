@@ -627,8 +627,8 @@ class Shard:
         raise ProtocolError("an export's cursor is unknown", got=repr(cursor)[:60])
 
     def first_rows(self, since: int = 0) -> str:
-        """Return the cursor of the first rows that were changed in the epoch ``since`` or later."""
-        return self._cursor("counts", 0, since)
+        """Return the cursor of the first rows that were removed or changed in the epoch ``since`` or later."""
+        return self._cursor("removed", 0, since)
 
     def _export_dense(self, position: int, start: int, since: int, *, state: bool, counts: bool) -> Piece:
         """Export blocks from one on, a large one in parts."""

@@ -38,7 +38,7 @@ from fleet.ps.worker.handshake import check_delivered
 from fleet.ps.worker.object_states import OwnStates
 from fleet.ps.worker.progress import Progress, ReadAt, moved
 from fleet.ps.worker.row_cuts import RowCuts
-from fleet.ps.worker.trained_model import Flat, TrainedModel
+from fleet.ps.worker.trained_model import Flat, TrainedModel, laid_out
 from fleet.telemetry.worker_figures import WorkerFigures
 
 #: Blocks that are smaller on the average leave in a copy.
@@ -221,6 +221,14 @@ class ErrorFeedback:
                 left[dtype][: len(tensor)] = tensor
         return fresh
 
+    def moved(
+        self, params: Sequence[torch.Tensor], former: Sequence[DenseLayout], layouts: Sequence[DenseLayout]
+    ) -> ErrorFeedback:
+        """Return the same for other servers, which have these parameters in other blocks than the ``former`` ones."""
+        moved = ErrorFeedback(self._narrow, layouts)
+        moved._left = laid_out(params, former, self._left, layouts)
+        return moved
+
     def encode(
         self, blocks: Sequence[tuple[bytes, Mapping[str, list[torch.Tensor]]]]
     ) -> tuple[list[Sent], Callable[[], None]]:
@@ -343,6 +351,11 @@ class Pusher:
         """Forget what rounding has left so far: it belongs to nothing that follows."""
         self._feedback = ErrorFeedback(self._narrow, self._trained.layouts)
 
+    def move(self, former: Sequence[DenseLayout]) -> None:
+        """Go on with other servers, which have other blocks than the ``former`` ones."""
+        trained = self._trained
+        self._feedback = self._feedback.moved(trained.description.params, former, trained.layouts)
+
     def grow(self) -> None:
         """Make room for further parameters, which have joined the job."""
         self._feedback = self._feedback.grown(self._trained.layouts)
@@ -419,9 +432,14 @@ class Pusher:
             return push
         read = gradients.read.moved(len(self._connections.by_server))
         whole = replace(gradients, dense=gradients.whole, ahead=0, read=read)
-        frames, _ = self.encode(whole)
+        frames, arrived = self.encode(whole)
         frames[0].message.push.keeping.CopyFrom(push.frames[0].message.push.keeping)
-        return replace(push, frames=frames, plan=self._trained.plan, gradients=whole)
+
+        def take(replies: Sequence[Frame]) -> None:
+            push.take(replies)
+            arrived()
+
+        return replace(push, frames=frames, take=take, plan=self._trained.plan, gradients=whole)
 
     def _finish(self, push: Push, step: int, replies: Sequence[Frame]) -> None:
         progress = self._progress

@@ -17,6 +17,7 @@ from typing import Any
 
 from fleet.base.cluster import Endpoint
 from fleet.base.turns import run_uninterrupted
+from fleet.checkpoint.manifest import COUNTS
 from fleet.errors import (
     ArgumentTypeError,
     ConfigurationError,
@@ -246,7 +247,7 @@ class Copy:
         if self._worker.stopped or self._is_over:
             raise StateError("the move to other servers was given up")
 
-    def _stand_still(self) -> tuple[str, Sequence[WireTensor]]:
+    def _stand_still(self) -> tuple[dict[str, Any], Sequence[WireTensor]]:
         """Let the servers stand still, the first one first, where all have the same pushes; return the state of the
         job, and the records beside it."""
         replies = [self._let_go(connection, 0) for connection in self._former]
@@ -255,7 +256,9 @@ class Copy:
         if any(each != furthest for each in clocks):
             delivered = {int(worker): step for worker, step in furthest.items()}
             replies = [self._let_go(connection, 0, delivered) for connection in self._former]
-        return replies[0].message.about, replies[0].tensors
+        state = json.loads(replies[0].message.about)
+        state["past"] = _joined([json.loads(reply.message.about)["past"] for reply in replies])
+        return state, replies[0].tensors
 
     def _let_go(self, connection: Connection, number: int, delivered: Mapping[int, int] | None = None) -> Frame:
         completed, clock = self._worker.progress.completed, connection.clock
@@ -309,18 +312,35 @@ class Copy:
         for connection, part in zip(self._new, _parts(about, tensors, len(self._new)), strict=True):
             connection.insist(Frame(connection.request(0, fill=fill), [*part]), f"piece {self._number} of a move")
 
-    def _complete(self, state: str, records: Sequence[WireTensor]) -> None:
+    def _complete(self, state: dict[str, Any], records: Sequence[WireTensor]) -> None:
         self._number += 1
-        without = json.dumps({**json.loads(state), "records": []})
+        past = {table: {**each, "evicted": 0, "dropped": 0} for table, each in state["past"].items()}
         for server, connection in enumerate(self._new):
-            fill = pb.Fill(attempt=self._attempt, number=self._number, state=without if server else state)
+            told = {**state, "records": [], "past": past} if server else state
+            fill = pb.Fill(attempt=self._attempt, number=self._number, state=json.dumps(told))
             frame = Frame(connection.request(0, fill=fill), [] if server else [*records])
             connection.insist(frame, "the end of a move")
+
+
+def _joined(pasts: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Return by table what all servers together remember beside its rows."""
+    return {
+        table: {
+            "evicted": sum(past[table]["evicted"] for past in pasts),
+            "dropped": sum(past[table]["dropped"] for past in pasts),
+            "began": min((past[table]["began"] for past in pasts if past[table]["began"]), default=0.0),
+            # Rows may have left already where this was agreed on: those that stay are the same if it is done once more.
+            "awaits": any(past[table]["awaits"] for past in pasts),
+        }
+        for table in pasts[0]
+    }
 
 
 def _parts(about: dict[str, Any], tensors: Sequence[WireTensor], servers: int) -> list[Sequence[WireTensor]]:
     """Return what every server gets of a piece: its rows, or all of what is exported of parameters."""
     if "dense" in about or servers == 1:
+        return [tensors] * servers
+    if len(tensors) == 1 and COUNTS in about:  # cells of a sketch, which say something of all ids
         return [tensors] * servers
     parts = partition(tensors[0].array, servers)
     return [[WireTensor(each.dtype, each.array[part]) for each in tensors] for part in parts]

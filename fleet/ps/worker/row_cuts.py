@@ -98,6 +98,11 @@ class RowCuts:
         """Read from replies of all servers for which tables it is due."""
         self._due |= self._named(replies)
 
+    def move(self, answers: Sequence[pb.Reply]) -> None:
+        """Go on with other servers, which say what is due there."""
+        self._due.clear()
+        self.notice(answers)
+
     def settle(self) -> None:
         """Find and tell what is due, on the thread that trains. If it is interrupted, it is still due."""
         if self._due:

@@ -325,8 +325,9 @@ class WorkerRuntime:
         former = self.connections.replace(connections.by_server)
         self.trained.move(servers)
         self.rows.move(servers)
-        self._pusher.drop_residues()
+        self._pusher.move(layouts)
         self.progress.move(answers)
+        self.cuts.move(answers)
         tell_of(move, [each for each in former if each.endpoint not in move.servers], surely=False)
         for connection in former:
             connection.close()

@@ -95,18 +95,21 @@ def put_back(param: torch.Tensor, mask: torch.Tensor, values: torch.Tensor) -> N
     param.copy_(torch.where(there, kept, param))
 
 
-def _laid_out(
+def laid_out(
     params: Sequence[torch.Tensor], former: Sequence[DenseLayout], flats: Sequence[Flat], layouts: Sequence[DenseLayout]
 ) -> list[Flat]:
-    """Return the values of all parameters, which ``former`` servers had as ``flats``, as others have them."""
+    """Return what there is of all parameters of some element types, which ``former`` servers had as ``flats``, as
+    others have it."""
+    dtypes = {dtype for flat in flats for dtype in flat}
     wholes = [torch.empty(param.numel(), dtype=param.dtype) for param in params]
     for layout, flat in zip(former, flats, strict=True):
-        for slot in layout.slots:
+        for slot in (each for each in layout.slots if each.dtype in dtypes):
             wholes[slot.block.param][slot.part or slice(None)] = flat[slot.dtype][slot.start : slot.stop]
     found: list[Flat] = []
     for layout in layouts:
-        flat = {dtype: torch.empty(size, dtype=getattr(torch, dtype)) for dtype, size in layout.sizes.items()}
-        for slot in layout.slots:
+        sizes = {dtype: size for dtype, size in layout.sizes.items() if dtype in dtypes}
+        flat = {dtype: torch.empty(size, dtype=getattr(torch, dtype)) for dtype, size in sizes.items()}
+        for slot in (each for each in layout.slots if each.dtype in dtypes):
             flat[slot.dtype][slot.start : slot.stop] = wholes[slot.block.param][slot.part or slice(None)]
         found.append(flat)
     return found
@@ -141,7 +144,7 @@ class DenseValues:
         self.read_at = dict.fromkeys(range(len(layouts)), max(self.read_at.values()))
         if self._written is not None:
             params = self._trained.description.params
-            self._written = _laid_out(params, former, self._written, layouts)
+            self._written = laid_out(params, former, self._written, layouts)
 
     def read(self, replies: Sequence[Frame]) -> list[Flat]:
         """Return the values of every server's blocks, as it sent them."""
