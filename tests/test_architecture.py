@@ -119,6 +119,7 @@ ONLY: dict[str, dict[str, str]] = {
         "ps/worker/connection.py": "heartbeat",
         "ps/worker/communicator.py": "sender",
         "ps/worker/overlap.py": "sender",
+        "ps/worker/new_servers.py": "lock",
         "ps/worker/resizing.py": "copier",
         "launch/replica_command.py": "event",
         "serving/checkpoint_source.py": "event",

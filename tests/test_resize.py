@@ -86,6 +86,8 @@ class Resized(Job):
     def __init__(self, body: Any, first: Sequence[int], then: Sequence[int], workers: int = 2, **options: Any) -> None:
         super().__init__(body, workers, endpoints=names(first), **options)
         self.then = names(then)
+        #: the servers that later ones are told of, where that is not ``then``
+        self.lists: dict[str, list[str]] = {}
         #: the environments of some servers, where they have others
         self.environs: dict[str, dict[str, str]] = {}
         self.served: list[str] = []
@@ -102,7 +104,12 @@ class Resized(Job):
 
     def start(self) -> list[threading.Thread]:
         threads = [
-            threading.Thread(target=self.serve_at, args=(name, self.then), name=f"job-serve-{name}", daemon=True)
+            threading.Thread(
+                target=self.serve_at,
+                args=(name, self.lists.get(name, self.then)),
+                name=f"job-serve-{name}",
+                daemon=True,
+            )
             for name in self.then
             if name not in self.endpoints
         ]
@@ -604,6 +611,37 @@ def test_what_a_job_takes_along(what: str, move: str, asks: bool) -> None:
     assert [each[2] for each in got] == [each[2] for each in expected]
 
 
+@pytest.mark.parametrize("mode", [None, "async"])
+@pytest.mark.parametrize("then", [[[1, 2]], [[2, 3]], [[1, 2], [2, 3, 4]]], ids=["one stays", "all leave", "two moves"])
+def test_a_worker_that_computes_for_long_while_others_move_lives(then: list[list[int]], mode: str | None) -> None:
+    """Longer than servers wait for a worker that is silent; nobody there has heard of it since the job moved."""
+    moved, idle = threading.Event(), 2.5 * float(SOON["FLAGS_rpc_deadline"]) / 1000
+
+    def body(fleet: Fleet, worker: int, moves: Sequence[Sequence[int]] = then) -> Any:
+        model = constant()
+        strategy = None if mode is None else MODES[mode]()
+        optimizer = fleet.distributed_optimizer(OPTIMIZERS["adagrad"](model), strategy, model=model)
+        fleet.init_worker()
+        for step in range(STEPS):
+            if step == MOVED_AFTER and moves and worker == 0:
+                for servers in moves:
+                    fleet.resize_servers(names(servers))
+                moved.set()
+            if step == MOVED_AFTER and moves and worker == 1:
+                assert moved.wait(PATIENCE_S)
+                time.sleep(idle)
+            optimizer.minimize(model())
+        fleet.barrier_worker()
+        return fleet.state_dict(model)
+
+    job = Resized(body, [0, 1], sorted({each for servers in then for each in servers}), environ=SOON)
+    job.lists = {name: names(next(servers for servers in then if name in names(servers))) for name in job.then}
+    expected = Job(functools.partial(body, moves=[]), 2, 2).run()[0]
+    for state in job.run():
+        for name, value in state.items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("mode", ["async", "half_async"])
 @pytest.mark.parametrize("asks", [False, True], ids=["in a call", "from outside"])
 def test_workers_join_and_leave_around_a_move(mode: str, asks: bool) -> None:
@@ -645,6 +683,8 @@ def test_workers_join_and_leave_around_a_move(mode: str, asks: bool) -> None:
     [
         (fleet_package.StrategyFactory.create_gba_strategy, "the mode 'gba'"),
         (lambda: fleet_package.StrategyFactory.create_geo_strategy(2), "the mode 'geo'"),
+        (lambda: StrategyFactory.create_async_strategy(dc_asgd_lambda=0.1), "the mode 'async'"),
+        (lambda: StrategyFactory.create_sync_strategy(dense="all_reduce"), "dense='all_reduce'"),
     ],
 )
 def test_a_job_that_cannot_move_says_why_and_goes_on(strategy: Callable[[], Any], reason: str) -> None:

@@ -168,12 +168,19 @@ class Moves:
     servers: tuple[str, ...] = ()
     #: the last move that was made; empty before the first one
     made: str = ""
+    #: those before it
+    earlier: list[str] = field(default_factory=list)
     #: whether this server is none of them
     is_left: bool = False
     #: worker -> the incarnations that it had before it went over
     former: dict[int, set[int]] = field(default_factory=dict)
     #: whether a journal has something of a move that is under way, which a snapshot would not have
     is_noted: bool = False
+
+    def note(self, made: str, servers: Sequence[str]) -> None:
+        """Note that a move was made."""
+        self.earlier += [self.made] if self.made else []
+        self.made, self.servers = made, tuple(servers)
 
 
 @dataclass

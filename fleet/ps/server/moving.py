@@ -169,6 +169,11 @@ class Moving:
         if is_former or is_left or is_late:
             raise self._moved()
 
+    def refuse_left(self, job: Job | None) -> None:
+        """Tell who is alive that the job has left this server, which stays until all have gone over."""
+        if job is not None and job.moves.is_left:
+            raise self._moved()
+
     def refuse_follower(self, job: Job | None, request: Any) -> None:
         """Send somebody who follows the model to the servers that the job has moved to."""
         kind = request.WhichOneof("kind")
@@ -356,6 +361,8 @@ class Moving:
         if switch.given_up:
             if is_begun and (is_driver or not is_first or self._is_replaying):
                 self._give_up(job, arrival.outbox)
+        elif job is not None and switch.attempt in job.moves.earlier:
+            pass  # somebody comes late, who hears of the others here
         elif job is not None and switch.attempt == job.moves.made:
             note_move(self._durability, job, arrival.frame, arrival.outbox)
             self._gone_over.add(worker)
@@ -403,10 +410,11 @@ class Moving:
         servers = tuple(switch.endpoints)
         if stage is None:
             assert job is not None, "a server takes over a job, or is left by one"
-            job.moves.made, job.moves.servers, job.moves.is_left = switch.attempt, servers, True
+            job.moves.note(switch.attempt, servers)
+            job.moves.is_left = True
             return
         records, moves = [], stage.job.moves
-        moves.made, moves.servers = switch.attempt, servers
+        moves.note(switch.attempt, servers)
         for record in stage.members:
             number, standing, incarnation, label = record
             if Standing(standing) is Standing.LIVE:

@@ -179,6 +179,7 @@ class Service:
             # One that overtakes nothing may come after the goodbye, whose answer is still on its way.
             self._check_member(request, kind, parting=True)
             self._statistics.heard(request.worker, request.beat.figures)
+            self._moving.refuse_left(self.job)
             meeting, broken = (0, 0) if self.job is None else self._meetings.heard(self.job, request)
             wanted = self._wanted.of(request.worker)
             respond(Frame(pb.Reply(about=self.absent(), meeting=meeting, broken=broken, wanted_servers=wanted)))

@@ -26,6 +26,7 @@ from fleet.errors import (
     JobAbortedError,
     ServerBusyError,
     ServerLostError,
+    ServersMovedError,
     StateError,
 )
 from fleet.ps.wire import fleet_pb2 as pb
@@ -70,12 +71,15 @@ class Connection:
         incarnation: int,
         figures: Callable[[], Mapping[str, float]] = dict,
         logs_absent: bool = True,
+        look_ahead: Callable[[], bool] = lambda: True,
     ) -> None:
         """``figures`` are what the worker tells of itself with its heartbeats. One of its connections logs for which
-        absent workers all wait."""
+        absent workers all wait. ``look_ahead`` looks where the job has moved to, until it returns that this is known.
+        """
         self.endpoint = endpoint
         self.sent_bytes = self.received_bytes = 0
         self._figures = figures
+        self._look_ahead = look_ahead
         self._channel = network.connect(endpoint)
         self._settings = settings
         self._clock = clock
@@ -208,6 +212,7 @@ class Connection:
 
     def _beat_until_closed(self) -> None:
         noticed, every_s = self._clock.now(), notice_every_s(self._settings.rpc_deadline_s)
+        knows_ahead = False
         while not self._closing.wait(self._settings.heartbeat_s):
             try:
                 together = self.together
@@ -221,6 +226,10 @@ class Connection:
                 self.wanted_servers = tuple(reply.message.wanted_servers)
             except TransportError:
                 pass
+            except ServersMovedError as error:
+                self._heard()  # it stays until this worker has gone over
+                self.fail(error)
+                knows_ahead = knows_ahead or self._look_ahead()
             except FleetError as error:
                 self.fail(error)
                 return

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from fleet.base.clock import Clock
@@ -47,6 +48,106 @@ def find_move(connections: Connections, clock: Clock, deadline_s: float) -> Move
         clock.sleep(RETRY_PAUSE_S)
 
 
+class Hop(NamedTuple):
+    """Holds one move, and connections to the servers since."""
+
+    move: Move
+    connections: Connections
+
+
+class WayAhead:
+    """Leads from the servers that a worker knows to those where its job is. While a worker computes, heartbeats find
+    that, and let the new servers know that the worker lives; it goes over when it asks for something next."""
+
+    def __init__(
+        self,
+        connections: Connections,
+        connect: Callable[[Sequence[Endpoint], int], Connections],
+        clock: Clock,
+        deadline_s: float,
+    ) -> None:
+        """``connect`` connects to servers as the process that this one is after so many moves."""
+        self._connections = connections
+        self._connect = connect
+        self._clock = clock
+        self._deadline_s = deadline_s
+        self._lock = threading.Lock()
+        self._hops: list[Hop] = []
+        #: whether the worker is on its way, and needs no heartbeat to find it
+        self._is_taken = self._is_closed = False
+
+    def look(self) -> bool:
+        """Look where the job is, on the thread of a heartbeat that has heard that it has moved; return whether that was
+        found. Nothing is waited for: the next heartbeat looks again."""
+        with self._lock:
+            if self._is_taken or self._is_closed:
+                return False
+            known = len(self._hops)
+            self._go_on(surely=False)
+            found = self._hops[known:]
+            for connection in (each for hop in found for each in hop.connections.by_server):
+                connection.start_heartbeat()
+        if self._is_closed:
+            self.close()
+        return bool(found)
+
+    def take(self, known: Move | None = None) -> list[Hop]:
+        """Return all moves from where this worker is to where the job is, for the caller to go over, which says when it
+        has; the first of them may be ``known``."""
+        with self._lock:
+            if not self._hops:
+                first = known or find_move(self._connections, self._clock, self._deadline_s)
+                if first is not None:
+                    self._add(first, surely=True)
+            self._go_on(surely=True)
+            hops, self._hops = self._hops, []
+            self._is_taken = bool(hops)
+            return hops
+
+    def arrive(self) -> None:
+        """Note that the worker has gone over, or has not come through."""
+        with self._lock:
+            self._is_taken = False
+
+    def _go_on(self, *, surely: bool) -> None:
+        """Find moves that follow, as far as servers know of any."""
+        while True:
+            here = self._hops[-1].connections if self._hops else self._connections
+            move = _of(here, _ask(here))
+            if move is None or not self._add(move, surely=surely):
+                return
+
+    def _add(self, move: Move, *, surely: bool) -> bool:
+        """Connect to the servers since a move, and tell them of it; return whether all have heard."""
+        connections = self._connect(move.servers, len(self._hops) + 1)
+        try:
+            has_told = tell_of(move, connections.by_server, surely=surely)
+        except BaseException:
+            connections.close()
+            raise
+        if has_told:
+            self._hops.append(Hop(move, connections))
+        else:
+            connections.close()
+        return has_told
+
+    def farewell(self, **word: object) -> None:
+        """Send a last word to where the job is, if that is not where this worker is."""
+        with self._lock:
+            if self._hops:
+                self._hops[-1].connections.farewell(**word)
+
+    def close(self) -> None:
+        """Go no further."""
+        self._is_closed = True
+        if not self._lock.acquire(blocking=False):
+            return  # a heartbeat that looks closes what it has found
+        hops, self._hops = self._hops, []
+        self._lock.release()  # heartbeats may wait for it, which are waited for now
+        for hop in hops:
+            hop.connections.close()
+
+
 def refuse_if_moved(connections: Connections) -> None:
     """Raise if one of these servers knows that the job is elsewhere; others may be gone."""
     if _of(connections, _ask(connections)) is not None:
@@ -54,15 +155,14 @@ def refuse_if_moved(connections: Connections) -> None:
         raise ServersMovedError("the job has moved to other servers", where=where)
 
 
-def tell_of(move: Move, connections: Sequence[Connection], *, surely: bool = True) -> None:
-    """Tell servers of a move that has been made; those that have to go on with the job ``surely``."""
+def tell_of(move: Move, connections: Sequence[Connection], *, surely: bool = True) -> bool:
+    """Tell servers of a move that has been made, ``surely`` or once; return whether all have heard."""
     told = pb.Switch(attempt=move.attempt, endpoints=map(str, move.servers))
+    heard = []
     for connection in connections:
         frame = Frame(connection.request(0, switch=told))
-        if surely:
-            connection.insist(frame, "a move")
-        else:
-            connection.farewell(frame)
+        heard.append(connection.insist(frame, "a move") if surely else connection.inquire(frame))
+    return None not in heard
 
 
 def _ask(connections: Connections) -> dict[int, dict[str, Any]]:

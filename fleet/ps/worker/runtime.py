@@ -45,7 +45,7 @@ from fleet.ps.worker.handshake import check_loads, join
 from fleet.ps.worker.look_ahead import Coming, LookAhead
 from fleet.ps.worker.lookup_prediction import LookupPrediction
 from fleet.ps.worker.lookups import Prefetched, RowReader
-from fleet.ps.worker.new_servers import Move, find_move, refuse_if_moved, tell_of
+from fleet.ps.worker.new_servers import Hop, Move, WayAhead, refuse_if_moved, tell_of
 from fleet.ps.worker.object_states import OwnStates
 from fleet.ps.worker.progress import Progress
 from fleet.ps.worker.push import Pusher
@@ -100,6 +100,14 @@ class WorkerRuntime:
             self.connect(assignment.servers, self._incarnation),
             progress,
             partial(claim, settings.observing.record_dir, settings.job_id, str(assignment)),
+        )
+        self._ahead = WayAhead(
+            connections,
+            lambda servers, moves: Connections(
+                self.connect(servers, self._incarnation + moves), progress, connections.claim_cause
+            ),
+            clock,
+            settings.rpc_deadline_s,
         )
         self.trained = trained = TrainedModel(describe(), assignment.server_num)
         self._values = values = DenseValues(connections, progress, trained, remembers=not policy.trains_on_workers)
@@ -205,9 +213,14 @@ class WorkerRuntime:
         """Make connections to these servers."""
         network, settings, clock, worker = self._network, self._settings, self._clock, self.assignment.index
         return [
-            Connection(endpoint, network, settings, clock, worker, incarnation, self.read_figures, place == 0)
+            Connection(
+                endpoint, network, settings, clock, worker, incarnation, self.read_figures, place == 0, self._look_ahead
+            )
             for place, endpoint in enumerate(servers)
         ]
+
+    def _look_ahead(self) -> bool:
+        return self._ahead.look()
 
     def _join(self, connections: Connections, plan: Plan) -> list[pb.Reply]:
         return join(
@@ -300,27 +313,35 @@ class WorkerRuntime:
     def _follow(self) -> None:
         """Go over to where the job is now; stay, if its move was given up."""
         with self.turns:
-            found = find_move(self.connections, self._clock, self._settings.rpc_deadline_s)
-            if found is not None:
-                self.go_over(found)
+            hops = self._ahead.take()
+            if hops:
+                self._go_over(hops)
             else:
                 self._training.go_on()
 
     def go_over(self, move: Move) -> None:
-        """Go on at the servers that the job has moved to."""
+        """Go on where the job is after this move, which has been made."""
+        self._go_over(self._ahead.take(move))
+
+    def _go_over(self, hops: Sequence[Hop]) -> None:
+        try:
+            self._come_to(hops)
+        finally:
+            self._ahead.arrive()
+
+    def _come_to(self, hops: Sequence[Hop]) -> None:
         for connection in self.connections.by_server:
             connection.fail(ServersMovedError("the job has moved to other servers", where=str(connection.endpoint)))
         self._training.rest()
-        incarnation, layouts = self._incarnation + 1, [*self.trained.layouts]
-        connections = Connections(self.connect(move.servers, incarnation), self.progress, lambda _: None)
+        layouts, (move, connections) = [*self.trained.layouts], hops[-1]
+        servers = len(move.servers)
         try:
-            tell_of(move, connections.by_server)
-            plan = make_plan(self.trained.plan.spec.on_servers(len(move.servers)))
-            answers = self._join(connections, plan)
+            answers = self._join(connections, make_plan(self.trained.plan.spec.on_servers(servers)))
         except BaseException:
-            connections.close()
+            for hop in hops:
+                hop.connections.close()
             raise
-        self._incarnation, servers = incarnation, len(move.servers)
+        self._incarnation += len(hops)
         self.assignment = replace(self.assignment, servers=move.servers)
         former = self.connections.replace(connections.by_server)
         self.trained.move(servers)
@@ -328,9 +349,11 @@ class WorkerRuntime:
         self._pusher.move(layouts)
         self.progress.move(answers)
         self.cuts.move(answers)
-        tell_of(move, [each for each in former if each.endpoint not in move.servers], surely=False)
-        for connection in former:
-            connection.close()
+        for hop in hops:
+            tell_of(hop.move, [each for each in former if each.endpoint not in hop.move.servers], surely=False)
+            for connection in former:
+                connection.close()
+            former = hop.connections.by_server
         if self._has_begun:
             self._values.move(layouts)
             self._training.grow()
@@ -690,11 +713,13 @@ class WorkerRuntime:
         if self.stopped:
             return
         self.connections.farewell(**word)
+        self._ahead.farewell(**word)
         self.close()
 
     def close(self) -> None:
         self.stopped = True
         self.before_close()
+        self._ahead.close()
         for handle in self.trained.description.handles:
             handle.end()
         if self._prediction is not None:

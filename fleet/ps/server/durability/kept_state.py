@@ -170,7 +170,7 @@ def _since_a_move(segments: list[Segment], state: Mapping[str, Any]) -> list[Seg
 
 
 def _has_moved(segment: Segment) -> bool:
-    return segment.snapshot is not None and bool(segment.snapshot.state.get("moved", [""])[0])
+    return segment.snapshot is not None and bool(segment.snapshot.state.get("moved", {}).get("made"))
 
 
 def _known(directory: Path, server: int, spec: JobSpec, job_id: str, segments: list[Segment]) -> KeptServer:

@@ -102,7 +102,12 @@ def state_of(job: Job, shard: Shard, members: Sequence[MemberRecord], unfinished
         "former": [plan.spec.to_json() for plan in plans.former],
         "outgrown": {worker: plan.spec.to_json() for worker, plan in plans.outgrown.items()},
         "claims": job.claims.dump(),
-        "moved": [job.moves.made, job.moves.servers, {worker: [*each] for worker, each in job.moves.former.items()}],
+        "moved": {
+            "servers": job.moves.servers,
+            "made": job.moves.made,
+            "earlier": job.moves.earlier,
+            "former": {worker: [*each] for worker, each in job.moves.former.items()},
+        },
         "members": members,
     }
 
@@ -188,8 +193,9 @@ def take_up(job: Job, shard: Shard, state: Mapping[str, Any], now: float) -> Non
     plans.outgrown = {
         int(worker): make_plan(JobSpec.from_json(each)) for worker, each in state.get("outgrown", {}).items()
     }
-    made, servers, former = state.get("moved", ("", (), {}))
-    job.moves = Moves(tuple(servers), made, former={int(worker): {*each} for worker, each in former.items()})
+    moved = state.get("moved", {"servers": (), "made": "", "earlier": [], "former": {}})
+    former = {int(worker): {*each} for worker, each in moved["former"].items()}
+    job.moves = Moves(tuple(moved["servers"]), moved["made"], [*moved["earlier"]], former=former)
 
 
 def recall(job: Job, kind: Kind, frame: Frame) -> None:
