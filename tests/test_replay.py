@@ -33,6 +33,7 @@ from fleet.errors import CheckpointError, ConfigurationError
 from fleet.launch.cli import main
 from fleet.ps.server.blame import blame
 from fleet.ps.server.durability import state_directory
+from fleet.ps.server.durability.durability import Durability
 from fleet.ps.server.durability.kept_state import RemovedError, Segment, _removed, kept_servers
 from fleet.ps.server.durability.state_directory import Kind, StateDirectory
 from fleet.ps.server.replay import Replay
@@ -293,10 +294,18 @@ def test_jobs_one_after_the_other_in_one_directory(tmp_path: Path) -> None:
         kept_servers(durable, "third")
 
 
+@pytest.mark.parametrize("ends_soon", [False, True])
 @pytest.mark.parametrize("then", [[0, 1, 2], [1, 2], [2]], ids=["one more", "one for another", "one for two"])
 def test_a_job_that_has_moved_is_replayed_from_there_on(
-    tmp_path: Path, then: list[int], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    then: list[int],
+    ends_soon: bool,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Also one that is over before a snapshot could be taken after it has moved."""
+    if ends_soon:
+        monkeypatch.setattr(Durability, "begin_if_due", lambda *_: None)
     durable, said = tmp_path / "durable", dict[int, dict[str, torch.Tensor]]()
     servers = [f"server{number}:1" for number in then]
 
@@ -311,7 +320,9 @@ def test_a_job_that_has_moved_is_replayed_from_there_on(
 
     job = Resized(body, [0, 1], then, environ=kept(durable))
     job.run()
-    for step in range(3, STEPS + 1):
+    first = max(each.first for each in kept_servers(durable))
+    assert 2 <= first <= STEPS
+    for step in range(first, STEPS + 1):
         same(contents(replayed(durable, "--to", str(step))), said[step])
     assert {each.spec.settings.server_num for each in kept_servers(durable)} == {len(then)}
     assert main(["replay", str(durable), "--to", "1", "--out", str(tmp_path / "one")]) == 2

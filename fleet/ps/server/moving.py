@@ -424,7 +424,7 @@ class Moving:
         self._members.restore(stage.job.plans.current.spec.settings, records)
         self._begin(stage.job)
         if self._durability is not None:
-            self._durability.has_moved()
+            self._durability.has_moved(stage.job)
         _log.info("%s: the job has moved, and this is server %d of %d", self._where, stage.shard.server, len(servers))
 
     def _give_up(self, job: Job | None, outbox: Outbox) -> None:

@@ -100,6 +100,8 @@ class Durability:
         #: the number of the last snapshot, unless it was given up
         self._wanted: int | None = None
         self._closed = False
+        #: a job that has moved to this server, of which there is no snapshot yet
+        self._moved: Job | None = None
 
     @property
     def directory(self) -> Path:
@@ -125,8 +127,9 @@ class Durability:
         if job is not None:
             job.moves.is_noted = True
 
-    def has_moved(self) -> None:
+    def has_moved(self, job: Job) -> None:
         """Take a snapshot soon: what is in the journals led to another job than this one is now."""
+        self._moved = job
         self._directory.make_due()
 
     def forget_moves(self) -> None:
@@ -303,6 +306,8 @@ class Durability:
             self._check_wanted(shot)  # else it may stay: it leads to where others do
             self._directory.adopt(shot.draft, snapshot)
             self._kept = shot.shard, shot.epoch
+            if self._moved is not None and self._moved.shard is shot.shard:
+                self._moved = None
             shot.shard.history.goes_on_from("snapshot", shot.epoch)
         self._directory.clean()
 
@@ -403,10 +408,21 @@ class Durability:
     def close(self) -> None:
         """Keep what has to be kept, after the last request. Called without the lock."""
         self.stop_writing()
+        if self._end.over and self._end.failure is None and self._moved is not None and self._directory.keeps_all:
+            self._keep_the_end(self._moved)
         if self._end.over:
             self._directory.forget()
         else:
             self._directory.close()
+
+    def _keep_the_end(self, job: Job) -> None:
+        """Write a snapshot of a job that is over, so that there is one to run it again from."""
+        try:
+            with self._lock:
+                shot = self._begin(job, behind=False)
+            self._write(shot, self._lock, behind=False)
+        except (OSError, FleetError) as error:
+            _log.warning("%s: nothing is kept of the job since it has moved: %r", self._where, error)
 
     def stop_writing(self) -> None:
         """Give up the snapshot that is being written. Called without the lock."""

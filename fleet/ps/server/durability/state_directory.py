@@ -227,7 +227,7 @@ class StateDirectory:
         """Open, or make, the folder of an endpoint. With ``keeps_all`` nothing is removed for a newer snapshot, nor at
         the job's end."""
         self.directory = Path(root).resolve() / endpoint.folder_name
-        self._keeps_all = keeps_all
+        self.keeps_all = keeps_all
         self._sync = sync
         self._most = self._due_at = JOURNAL_BYTES if journal_bytes is None else journal_bytes
         self._synced_at = 0.0
@@ -382,7 +382,7 @@ class StateDirectory:
 
     def clean(self) -> None:
         """Remove what the last snapshot has made superfluous."""
-        if self._keeps_all:
+        if self.keeps_all:
             return
         last, used = self._number, {Path(file.file).parts[0] for file in self._files()}
         for number in self._numbers(JOURNAL):
@@ -408,11 +408,11 @@ class StateDirectory:
     def forget(self) -> None:
         """Remove the directory, as the job is over, or put it aside, so that the next job begins anew."""
         for journal in self._journals:
-            if self._keeps_all:
+            if self.keeps_all:
                 journal.sync()
             journal.close()
         self._journals.clear()
-        if self._keeps_all:
+        if self.keeps_all:
             os.rename(self.directory, self._put_aside())
             sync_directory(self.directory.parent)
             os.close(self._lock)
