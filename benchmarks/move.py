@@ -1,11 +1,12 @@
 """What a job notices while it moves from two servers to four.
 
-    python benchmarks/move.py [--quick] [--json FILE] [--rounds N]
+    python benchmarks/move.py [--quick] [--durable] [--json FILE] [--rounds N]
 
 A synchronous job of one worker trains rows of 16 floats with Adagrad, 250 of them in a step, over real connections. Its
 table is filled, and ``fleet servers add`` gives it two servers more, all as processes of this machine. The servers to
 come have what the job leaves of the processors (SCHED_IDLE) until they are part of it, as if they had machines of their
-own. Told are the steps a second before, while rows move, and after; the longest step of each; and how long it took.
+own. With ``--durable`` all of them keep their state on a disk.
+Told are the steps a second before, while rows move, and after; the longest step of each; and how long it took.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ WANTED = {"rate while it moves, of before": 0.8, "longest step while it moves, s
 DEADLINE_S = 600.0
 
 
-def moved(rows: int, span_s: float) -> dict[str, float]:
+def moved(rows: int, span_s: float, is_durable: bool) -> dict[str, float]:
     then = free_endpoints(4)
     common = {"rows": rows, "batch": CHANGED, "optimizer": "Adagrad"}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as running:
@@ -41,7 +42,8 @@ def moved(rows: int, span_s: float) -> dict[str, float]:
         def start(role: str, index: int, servers: Sequence[str]) -> Process:
             argument = json.dumps({**common, "servers": servers, "role": role, "index": index})
             command = [sys.executable, str(PROGRAMS / "fresh.py"), argument]
-            return running.enter_context(Process(f"{role}{index}", command, Path(folder), {}))
+            environ = {"FLEET_DURABLE_DIR": str(Path(folder) / "durable")} if is_durable else {}
+            return running.enter_context(Process(f"{role}{index}", command, Path(folder), environ))
 
         for index in range(2):
             start("server", index, then[:2])
@@ -89,16 +91,18 @@ def main() -> None:
     end_like_an_exit()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few rows, short spans, one round")
+    parser.add_argument("--durable", action="store_true", help="servers keep their state on a disk")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     rows, span_s, rounds = (100_000, 2.0, 1) if options.quick else (ROWS, SPAN_S, options.rounds)
-    shown = [moved(rows, span_s) for _ in range(rounds)]
+    shown = [moved(rows, span_s, options.durable) for _ in range(rounds)]
     figures: list[list[Any]] = [
         [name, statistics.median(each[name] for each in shown), WANTED.get(name)] for name in shown[0]
     ]
-    print_table(f"From two servers to four, medians of {rounds}", ["figure", "value", "wanted"], figures)
-    write_json(options.json, rounds=rounds, quick=options.quick, figures=figures)
+    kind = "durable " if options.durable else ""
+    print_table(f"From two {kind}servers to four, medians of {rounds}", ["figure", "value", "wanted"], figures)
+    write_json(options.json, rounds=rounds, durable=options.durable, quick=options.quick, figures=figures)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ _MOST_ATTEMPTS = 5
 #: What tells the moves that this process begins from each other.
 _numbers = itertools.count(1)
 #: A copy beside the training leaves it alone for so many times as long as a piece has taken.
-_REST = 8.0
+_REST = 14.0
 
 
 def resize(worker: WorkerRuntime, endpoints: object) -> None:
