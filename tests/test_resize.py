@@ -36,6 +36,7 @@ from fleet.errors import (
     UnsupportedError,
 )
 from fleet.launch.servers_command import change_servers
+from fleet.launch.sources import Running
 from fleet.nn import CountFilter, MaxRows, Probability, SmallNorm, Unused
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
@@ -597,9 +598,7 @@ def test_what_a_job_takes_along(what: str, move: str, asks: bool) -> None:
     job = Resized(taking_along(what, names(then), asks), first, then, environ=BEATING)
     threads = job.start()
     if asks:
-        with closing(job.network.connect(Endpoint.parse(job.endpoints[0]))) as channel:
-            until(lambda: (service := job.service("server0:1")) is not None and service.job is not None)
-            channel.start(Frame(pb.Request(rearrange=pb.Rearrange(endpoints=names(then)))), 10.0).result()
+        move_from_outside(job)
     job.join(threads)
     assert job.errors == {}
     got, expected = [job.results[worker] for worker in range(2)], undisturbed_with(what, len(first))
@@ -1051,6 +1050,31 @@ def test_what_keeps_a_job_from_moving_is_told_outside_and_the_training_goes_on()
         job.end(threads)
     assert set(job.errors) == {"server2:1", "server3:1"}, "they have waited for a job"
     assert_same([job.results[worker] for worker in range(2)], undisturbed())
+
+
+def test_who_looks_at_a_job_goes_along() -> None:
+    """As ``fleet top`` does, which was told of the servers that there were."""
+    body, goes_on = asked_meanwhile("adagrad")
+    job = Resized(body, [0, 1], [1, 2, 3], environ=BEATING)
+    threads = job.start()
+    try:
+        until(lambda: (service := job.service("server1:1")) is not None and service.job is not None)
+        with closing(Running([Endpoint.parse(each) for each in job.endpoints], job.network)) as source:
+            assert {*source.look().servers} == {"server 0", "server 1"}
+            move_from_outside(job)
+            assert "server server2:1" in source.look().servers, "which is to take over a part"
+            until(lambda: {*source.look().servers} == {"server 0", "server 1", "server 2"})
+    finally:
+        goes_on.set()
+        job.join(threads)
+    assert job.errors == {}
+
+
+def move_from_outside(job: Resized) -> None:
+    """Ask the first server to have the job moved, and do not wait for it."""
+    with closing(job.network.connect(Endpoint.parse(job.endpoints[0]))) as channel:
+        until(lambda: (service := job.service(job.endpoints[0])) is not None and service.job is not None)
+        channel.start(Frame(pb.Request(rearrange=pb.Rearrange(endpoints=job.then))), 10.0).result()
 
 
 def test_a_job_that_cannot_move_says_so_at_once() -> None:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fleet.base.clock import wall_time
 from fleet.base.cluster import Endpoint
@@ -15,6 +15,9 @@ from fleet.errors import ConfigurationError, DeadlineError, FleetError
 from fleet.telemetry.cause import Cause, claimed
 from fleet.telemetry.record import EVENT, is_over, newest, read_records, training_of, view_of
 from fleet.telemetry.view import View, seen, server_name
+
+if TYPE_CHECKING:
+    from fleet.ps.wire.transport import Network
 
 #: A server that says nothing for so long is not waited for.
 PATIENCE_S = 3.0
@@ -54,15 +57,29 @@ def source_of(target: str) -> Source:
 class Running:
     """Looks at a job whose servers answer. Asking changes nothing there, and takes the job's token or certificates."""
 
-    def __init__(self, endpoints: Sequence[Endpoint]) -> None:
+    def __init__(self, endpoints: Sequence[Endpoint], network: Network | None = None) -> None:
         from fleet.ps.wire.real_network import real_network  # loads torch and grpc
 
         # Everything that is said here is small: no direct connections.
-        network = real_network(replace(ProcessSettings.read(PROCESS_ENVIRONMENT), direct_port=None))
-        self._channels = {endpoint: network.connect(endpoint) for endpoint in dict.fromkeys(endpoints)}
+        settings = ProcessSettings.read(PROCESS_ENVIRONMENT)
+        self._network = network or real_network(replace(settings, direct_port=None))
+        self._channels = {endpoint: self._network.connect(endpoint) for endpoint in dict.fromkeys(endpoints)}
         self._answered = False
 
     def look(self) -> View:
+        statuses = self._ask()
+        known = {*self._channels}
+        for status in statuses.values():
+            self._go_along(() if isinstance(status, str) else status["leads_to"])
+        return seen(wall_time(), statuses if known >= self._channels.keys() else self._ask(), {})
+
+    def _go_along(self, servers: Sequence[str]) -> None:
+        """Look at the servers that a job moves to as well."""
+        for endpoint in map(Endpoint.parse, servers):
+            if endpoint not in self._channels:
+                self._channels[endpoint] = self._network.connect(endpoint)
+
+    def _ask(self) -> dict[str, Mapping[str, Any] | str]:
         from fleet.ps.wire import fleet_pb2 as pb
         from fleet.ps.wire.frame import Frame
         from fleet.ps.wire.transport import TransportError
@@ -73,22 +90,28 @@ class Running:
             for endpoint, channel in self._channels.items()
         }
         statuses: dict[str, Mapping[str, Any] | str] = {}
-        reasons = []
+        silent: dict[Endpoint, str] = {}
+        known: set[str] = set()
         for endpoint, call in calls.items():
             try:
                 status = json.loads(raise_if_error(call.result()).message.about)
                 statuses[server_name(status)] = status
+                known.update(status["leads_to"])
             except TransportError as error:
-                statuses[f"server {endpoint}"] = "does not answer"
-                reasons.append(f"{endpoint}: {error}")
-        if not self._answered and len(reasons) == len(statuses):
+                silent[endpoint] = str(error)
+        if not self._answered and not statuses:
             raise DeadlineError(
                 "no server answers",
-                got="; ".join(reasons),
+                got="; ".join(f"{endpoint}: {error}" for endpoint, error in silent.items()),
                 todo="Give the endpoints of the servers of a job that runs.",
             )
         self._answered = True
-        return seen(wall_time(), statuses, {})
+        for endpoint in silent:
+            if known and str(endpoint) not in known:  # the job has left it
+                self._channels.pop(endpoint).close()
+            else:
+                statuses[f"server {endpoint}"] = "does not answer"
+        return statuses
 
     def whole(self) -> None:
         return None

@@ -119,7 +119,9 @@ class Service:
         self._departure = departure = Departure(where, settings, clock, end, members, durability, steps)
         worker_num = None if expected is None else expected[0]
         move = self._moving.errand
-        self._status = Status(where, lock, clock, end, members, statistics, self._found_job, move, worker_num)
+        self._status = Status(
+            where, lock, clock, end, members, statistics, self._found_job, move, wanted.leads_to, worker_num
+        )
         self._resumption = Resumption(
             endpoint, settings.job_id, lock, end, members, initialization, handshake, self._found_job, resumes
         )

@@ -79,7 +79,9 @@ class WayAhead:
     def look(self) -> bool:
         """Look where the job is, on the thread of a heartbeat that has heard that it has moved; return whether that was
         found. Nothing is waited for: the next heartbeat looks again."""
-        with self._lock:
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
             if self._is_taken or self._is_closed:
                 return False
             known = len(self._hops)
@@ -87,6 +89,8 @@ class WayAhead:
             found = self._hops[known:]
             for connection in (each for hop in found for each in hop.connections.by_server):
                 connection.start_heartbeat()
+        finally:
+            self._lock.release()
         if self._is_closed:
             self.close()
         return bool(found)
@@ -143,7 +147,7 @@ class WayAhead:
         if not self._lock.acquire(blocking=False):
             return  # a heartbeat that looks closes what it has found
         hops, self._hops = self._hops, []
-        self._lock.release()  # heartbeats may wait for it, which are waited for now
+        self._lock.release()
         for hop in hops:
             hop.connections.close()
 
