@@ -225,7 +225,9 @@ def test_a_wait_without_an_end_is_not_the_script_s_own_time(
     call: str, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Worker 1 keeps worker 0 waiting: seen twice meanwhile, only one of them is in code of its own."""
-    monkeypatch.setattr("fleet.telemetry.worker_figures.delay", dict)  # whatever else this machine does meanwhile
+    # Whatever else this machine, and this process, does meanwhile.
+    monkeypatch.setattr("fleet.telemetry.worker_figures.delay", dict)
+    monkeypatch.setattr("fleet.telemetry.process.time.process_time", lambda: 0.0)
     network = LoopbackNetwork()
     is_away, has_looked = threading.Event(), threading.Event()
 

@@ -1058,9 +1058,9 @@ def test_who_looks_at_a_job_goes_along() -> None:
     job = Resized(body, [0, 1], [1, 2, 3], environ=BEATING)
     threads = job.start()
     try:
-        until(lambda: (service := job.service("server1:1")) is not None and service.job is not None)
+        until(lambda: job.service("server0:1") is not None and job.service("server1:1") is not None)
         with closing(Running([Endpoint.parse(each) for each in job.endpoints], job.network)) as source:
-            assert {*source.look().servers} == {"server 0", "server 1"}
+            until(lambda: {*source.look().servers} == {"server 0", "server 1"})  # they know which they are
             move_from_outside(job)
             assert "server server2:1" in source.look().servers, "which is to take over a part"
             until(lambda: {*source.look().servers} == {"server 0", "server 1", "server 2"})
