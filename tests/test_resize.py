@@ -12,6 +12,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import dying
 import pytest
 import torch
 from dying import ANSWERED, ENVIRON, MOMENTS, DyingJob, at
@@ -871,6 +872,54 @@ def test_what_a_worker_tells_of_the_servers() -> None:
         optimizer.minimize(model(ids_of(worker, 1)))
 
     Resized(body, [0, 1], [1, 2, 3]).run()
+
+
+def test_a_durable_server_that_was_not_told_of_two_moves_asks_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is there again after the second one only."""
+    over = threading.Event()
+
+    def body(fleet: Fleet, worker: int) -> Any:
+        model = model_of_all()
+        optimizer = fleet.distributed_optimizer(OPTIMIZERS["adagrad"](model), model=model)
+        fleet.init_worker()
+        losses = []
+        for step in range(STEPS):
+            if step in (MOVED_AFTER, MOVED_AFTER + 1):
+                fleet.resize_servers(names([0, 2] if step == MOVED_AFTER else [0]))
+            optimizer.zero_grad()
+            loss = model(ids_of(worker, step))
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        over.set()
+        fleet.barrier_worker()
+        return losses, fleet.state_dict(model)
+
+    asks = dying.ask_where_the_job_is
+    monkeypatch.setattr(dying, "ask_where_the_job_is", lambda *given: asks(*given) if over.is_set() else None)
+    plan = lambda server, kind, _: "before" if (server, kind) == (1, "switch") else None  # noqa: E731
+    job = DyingJob(body, tmp_path, plan=plan, later=names([2]))
+    job.counted |= {*ASKED}
+    assert_same(job.run(), undisturbed())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_piece_that_a_new_server_does_not_have_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one whose machine has stopped may have lost it. All is copied once more."""
+    lost, fill = threading.Event(), resizing.Copy._fill
+
+    def losing(copy: Any, about: dict[str, Any], tensors: Any) -> None:
+        if lost.is_set() or "dense" in about:
+            fill(copy, about, tensors)
+        else:
+            lost.set()
+            copy._number += 1
+
+    monkeypatch.setattr(resizing.Copy, "_fill", losing)
+    assert_same(Resized(training("adagrad", names([1, 2])), [0, 1], [1, 2]).run(), undisturbed())
+    assert lost.is_set()
 
 
 @pytest.mark.parametrize("is_durable", [True, False])

@@ -70,7 +70,7 @@ class Running:
         statuses = self._ask()
         known = {*self._channels}
         for status in statuses.values():
-            self._go_along(() if isinstance(status, str) else status["leads_to"])
+            self._go_along(() if isinstance(status, str) else status.get("leads_to", ()))
         return seen(wall_time(), statuses if known >= self._channels.keys() else self._ask(), {})
 
     def _go_along(self, servers: Sequence[str]) -> None:
@@ -96,7 +96,7 @@ class Running:
             try:
                 status = json.loads(raise_if_error(call.result()).message.about)
                 statuses[server_name(status)] = status
-                known.update(status["leads_to"])
+                known.update(status.get("leads_to", ()))
             except TransportError as error:
                 silent[endpoint] = str(error)
         if not self._answered and not statuses:

@@ -234,6 +234,9 @@ class ServerSource:
         self._endpoints = servers
         self._channels = [self._network.connect(endpoint) for endpoint in servers]
         self._progress, self._over = _Progress([0 for _ in servers]), {}
+        if self._closed:  # meanwhile, with the former ones
+            for channel in self._channels:
+                channel.close()
 
     # ---------------------------------------------------------------- going on
 

@@ -143,8 +143,9 @@ class Moving:
     def takes(self, kind: str, job: Job | None, arrival: Arrival) -> bool:
         """Say whether a request has to do with a move, which is done here, or has to wait for its end."""
         handler, halt, copying = self._kinds.get(kind), self._halt, self._copying
-        attempts = [each.attempt for each in (copying, halt) if each is not None]
-        if kind == "export" and arrival.request.export.checkpoint in attempts:
+        if kind == "export" and any(
+            each.attempt == arrival.request.export.checkpoint for each in (copying, halt) if each
+        ):
             handler = self._export
         if handler is not None:
             handler(job, arrival)
@@ -288,6 +289,8 @@ class Moving:
             self._check_may_move(job, request.worker)
             self._check_copied(job, copying)
             self._check_version(job, request)
+            for endpoint in request.halt.endpoints:  # whom it may have to ask
+                Endpoint.parse(endpoint)
         note_move(self._durability, job, arrival.frame, arrival.outbox)
         if self._halt is None:
             job.background.give_up()
@@ -364,7 +367,8 @@ class Moving:
         elif job is not None and switch.attempt in job.moves.earlier:
             pass  # somebody comes late, who hears of the others here
         elif job is not None and switch.attempt == job.moves.made:
-            note_move(self._durability, job, arrival.frame, arrival.outbox)
+            if job.moves.is_left:
+                note_move(self._durability, job, arrival.frame, arrival.outbox)
             self._gone_over.add(worker)
         elif not is_ready:
             raise ServerLostError(
@@ -392,7 +396,7 @@ class Moving:
         halt = self._halt
         if halt is None:
             return
-        if answer["made"] == halt.attempt:
+        if halt.attempt in (answer["made"], *answer["earlier"]):
             switch = pb.Switch(attempt=halt.attempt, endpoints=answer["servers"])
             note_move(self._durability, job, Frame(pb.Request(switch=switch)), outbox)
             self._make(job, switch, outbox)
@@ -468,6 +472,7 @@ class Moving:
         about = {
             "servers": moves.servers if moves.made else (),
             "made": moves.made,
+            "earlier": moves.earlier,
             "halted": "" if self._halt is None else self._halt.attempt,
         }
         arrival.answer(pb.Reply(about=json.dumps(about)))

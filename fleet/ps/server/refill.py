@@ -48,9 +48,7 @@ class Refill:
     def _living(self, name: str) -> LivingTable:
         table = self._tables[name]
         if not isinstance(table, LivingTable):
-            raise ProtocolError(
-                "a piece of a server's state does not fit", where=self._where, got=f"counts of {name!r}"
-            )
+            raise TypeError(f"the table {name!r} counts nothing")
         return table
 
     def end(self) -> None:

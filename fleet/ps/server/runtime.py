@@ -10,7 +10,7 @@ import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 
 from fleet.base.clock import Clock, Wait
 from fleet.base.cluster import Endpoint
@@ -136,13 +136,12 @@ class ServerRuntime:
 
 def ask_where_the_job_is(service: Service, network: Network) -> None:
     """Let a server that was killed while its job moved, and may not have been told, ask others."""
-    for place, endpoint in enumerate(service.doubts()):
-        with closing(network.connect(endpoint)) as channel:
-            try:
-                reply = raise_if_error(channel.start(Frame(pb.Request(where=pb.Where())), ASKS_S).result())
-            except (TransportError, FleetError):
-                continue
-            service.learn(json.loads(reply.message.about), is_first=place == 0)
+    with ExitStack() as opened:
+        channels = [opened.enter_context(closing(network.connect(each))) for each in service.doubts()]
+        calls = [channel.start(Frame(pb.Request(where=pb.Where())), ASKS_S) for channel in channels]
+        for place, call in enumerate(calls):
+            with suppress(TransportError, FleetError):
+                service.learn(json.loads(raise_if_error(call.result()).message.about), is_first=place == 0)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from fleet.ps.server.checkpoint_requests import CheckpointRequests
 from fleet.ps.server.deferring_lock import DeferringLock
 from fleet.ps.server.departure import Departure
 from fleet.ps.server.disk_waits import DiskWaits
-from fleet.ps.server.durability.durability import MOVING, NOTED, Durability
+from fleet.ps.server.durability.durability import MOVING, NOTED, Durability, decides
 from fleet.ps.server.durability.state_directory import StateDirectory
 from fleet.ps.server.feed_requests import FeedRequests
 from fleet.ps.server.handshake import Handshake
@@ -244,7 +244,9 @@ class Service:
                 raise
         finally:
             # A refusal of this request travels as the exception; what became possible before it still leaves.
-            self._send(outbox, secure=kind in NOTED or self._reads_are_secure, surely=kind in MOVING)
+            self._send(
+                outbox, secure=kind in NOTED or self._reads_are_secure, surely=kind in MOVING and decides(request)
+            )
             self._handle_released()
         return self._apply_pending
 

@@ -155,6 +155,8 @@ class Staging:
         fill, stage, self._was_filled = arrival.request.fill, self.stage, True
         if stage is None or stage.attempt != fill.attempt:
             raise MissedError("a server was started again, or has given up, while the job moved", where=self._where)
+        if fill.number > stage.filled + 1:
+            raise MissedError("a server was started again, or has given up, while the job moved", where=self._where)
         if fill.number > stage.filled:
             note_move(self._durability, job, arrival.frame, arrival.outbox)
             if fill.state:

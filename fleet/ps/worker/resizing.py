@@ -315,8 +315,10 @@ class Copy:
     def _complete(self, state: dict[str, Any], records: Sequence[WireTensor]) -> None:
         self._number += 1
         past = {table: {**each, "evicted": 0, "dropped": 0} for table, each in state["past"].items()}
+        # Who has claimed what is the first server's affair alone: nobody tells the others when it is done.
+        beside = {**state, "records": [], "past": past, "claims": {"begun": {}, "done": {}}}
         for server, connection in enumerate(self._new):
-            told = {**state, "records": [], "past": past} if server else state
+            told = beside if server else state
             fill = pb.Fill(attempt=self._attempt, number=self._number, state=json.dumps(told))
             frame = Frame(connection.request(0, fill=fill), [] if server else [*records])
             connection.insist(frame, "the end of a move")

@@ -332,10 +332,10 @@ class WorkerRuntime:
     def _come_to(self, hops: Sequence[Hop]) -> None:
         for connection in self.connections.by_server:
             connection.fail(ServersMovedError("the job has moved to other servers", where=str(connection.endpoint)))
-        self._training.rest()
         layouts, (move, connections) = [*self.trained.layouts], hops[-1]
         servers = len(move.servers)
         try:
+            self._training.rest()
             answers = self._join(connections, make_plan(self.trained.plan.spec.on_servers(servers)))
         except BaseException:
             for hop in hops:

@@ -62,6 +62,13 @@ NOTED = frozenset(
 MOVING = frozenset(("halt", "stage", "fill", "switch"))
 
 
+def decides(request: Any) -> bool:
+    """Say whether what becomes of a move depends on it that a request is not forgotten. Of pieces that is the last: one
+    that lacks others is refused."""
+    kind = request.WhichOneof("kind")
+    return kind in ("halt", "switch") or (kind == "fill" and bool(request.fill.state))
+
+
 class _GivenUpError(Exception):
     """Says that nobody wants this snapshot any more."""
 
