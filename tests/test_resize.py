@@ -827,6 +827,65 @@ def test_servers_that_a_job_has_moved_to_keep_it(tmp_path: Path, journal_bytes: 
     assert sum(host.kills for host in job.hosts[1:]) > 4
 
 
+@pytest.mark.parametrize("is_durable", [False, True])
+@pytest.mark.parametrize("lists", [[[0, 2], [0]], [[0], [0, 2]], [[0, 2], [0, 2, 3]]])
+def test_a_job_moves_again_and_again(lists: list[list[int]], is_durable: bool, tmp_path: Path) -> None:
+    """Whichever worker is the one that moves it."""
+
+    def body(fleet: Fleet, worker: int) -> Any:
+        model = model_of_all()
+        optimizer = fleet.distributed_optimizer(OPTIMIZERS["adagrad"](model), model=model)
+        fleet.init_worker()
+        losses = []
+        for step in range(STEPS):
+            if step - MOVED_AFTER in (0, 1) and worker == step % 2:
+                fleet.resize_servers(names(lists[step - MOVED_AFTER]))
+            optimizer.zero_grad()
+            loss = model(ids_of(worker, step))
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        fleet.barrier_worker()
+        if is_durable and worker == 0:
+            assert not found_job(job.hosts[0].service).moves.is_noted, "snapshots are taken again"
+        return losses, fleet.state_dict(model)
+
+    every = sorted({number for servers in lists for number in servers})
+    if is_durable:
+        job: Any = DyingJob(body, tmp_path, later=names([number for number in every if number > 1]))
+    else:
+        job = Resized(body, [0, 1], every)
+        job.lists = {name: names(next(each for each in lists if name in names(each))) for name in job.then}
+    assert_same(job.run(), undisturbed())
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("kind", ["export", "stage", "fill"])
+def test_a_durable_server_that_is_killed_beside_a_copy_holds_nothing_up(tmp_path: Path, kind: str, moment: str) -> None:
+    """The job trains on meanwhile; the copy begins anew, and it moves."""
+
+    def body(fleet: Fleet, worker: int) -> Any:
+        model = constant()
+        optimizer = fleet.distributed_optimizer(OPTIMIZERS["adagrad"](model), model=model)
+        fleet.init_worker()
+        for _ in itertools.count():
+            optimizer.minimize(model())
+            if fleet.all_reduce_worker(float(fleet.server_endpoints() == names([1, 2])), op="min"):
+                break
+        fleet.barrier_worker()
+
+    plan = at(kind, moment, server=1)
+    job = DyingJob(body, tmp_path, plan=plan, later=names([2]), environ={**ENVIRON, "FLEET_HEARTBEAT_S": "0.02"})
+    job.counted |= {*ASKED}
+    threads = job.start()
+    until(lambda: found_job(job.hosts[0].service) is not None)
+    with closing(job.network.connect(Endpoint.parse("server0:1"))) as channel:
+        channel.start(Frame(pb.Request(rearrange=pb.Rearrange(endpoints=names([1, 2])))), 10.0).result()
+    job.join(threads)
+    assert job.errors == {}
+    assert job.hosts[1].kills == 1
+
+
 @pytest.mark.parametrize("then", [[0, 2], [2, 3]], ids=["the first stays", "all leave"])
 def test_a_durable_server_that_was_not_told_asks_the_others(tmp_path: Path, then: list[int]) -> None:
     """It is killed whenever somebody tells it that the job has moved."""

@@ -67,17 +67,9 @@ class Running:
         self._answered = False
 
     def look(self) -> View:
-        statuses = self._ask()
         known = {*self._channels}
-        for status in statuses.values():
-            self._go_along(() if isinstance(status, str) else status.get("leads_to", ()))
+        statuses = self._ask()
         return seen(wall_time(), statuses if known >= self._channels.keys() else self._ask(), {})
-
-    def _go_along(self, servers: Sequence[str]) -> None:
-        """Look at the servers that a job moves to as well."""
-        for endpoint in map(Endpoint.parse, servers):
-            if endpoint not in self._channels:
-                self._channels[endpoint] = self._network.connect(endpoint)
 
     def _ask(self) -> dict[str, Mapping[str, Any] | str]:
         from fleet.ps.wire import fleet_pb2 as pb
@@ -91,12 +83,13 @@ class Running:
         }
         statuses: dict[str, Mapping[str, Any] | str] = {}
         silent: dict[Endpoint, str] = {}
-        known: set[str] = set()
+        since: set[str] = set()
         for endpoint, call in calls.items():
             try:
                 status = json.loads(raise_if_error(call.result()).message.about)
                 statuses[server_name(status)] = status
-                known.update(status.get("leads_to", ()))
+                since.update(status.get("moved_to", ()))
+                self._go_along([*status.get("wanted", ()), *status.get("moved_to", ())])
             except TransportError as error:
                 silent[endpoint] = str(error)
         if not self._answered and not statuses:
@@ -107,11 +100,17 @@ class Running:
             )
         self._answered = True
         for endpoint in silent:
-            if known and str(endpoint) not in known:  # the job has left it
+            if since and str(endpoint) not in since:  # the job has left it
                 self._channels.pop(endpoint).close()
             else:
                 statuses[f"server {endpoint}"] = "does not answer"
         return statuses
+
+    def _go_along(self, servers: Sequence[str]) -> None:
+        """Look at the servers that a job moves to as well."""
+        for endpoint in map(Endpoint.parse, servers):
+            if endpoint not in self._channels:
+                self._channels[endpoint] = self._network.connect(endpoint)
 
     def whole(self) -> None:
         return None

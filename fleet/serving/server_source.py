@@ -46,6 +46,8 @@ from fleet.serving.source import Piece, RowChanges, SourceDescription, TableDesc
 
 #: A question that has no answer after so long is asked again.
 _PATIENCE_S = 10.0
+#: And for an answer to a short question.
+_SHORT_S = 2.0
 #: How long servers wait for the version that was asked for; the training may pause before it.
 _WAIT_S = 0.5
 #: After a server was not there it is asked again so soon.
@@ -218,10 +220,10 @@ class ServerSource:
 
     def _go_over(self) -> None:
         """Follow the servers that the job has moved to, as one that it had says."""
-        self._plan = None
-        for channel in self._channels:
+        calls = [channel.start(Frame(self._request(where=pb.Where())), _SHORT_S) for channel in self._channels]
+        for call in calls:
             try:
-                reply = raise_if_error(channel.start(Frame(self._request(where=pb.Where())), _PATIENCE_S).result())
+                reply = raise_if_error(call.result())
             except (TransportError, FleetError):
                 continue
             servers = tuple(map(Endpoint.parse, json.loads(reply.message.about)["servers"]))
@@ -231,7 +233,7 @@ class ServerSource:
             return
         for channel in self._channels:
             channel.close()
-        self._endpoints = servers
+        self._plan, self._endpoints = None, servers
         self._channels = [self._network.connect(endpoint) for endpoint in servers]
         self._progress, self._over = _Progress([0 for _ in servers]), {}
         if self._closed:  # meanwhile, with the former ones

@@ -6,6 +6,9 @@ from fleet.errors import UnsupportedError
 from fleet.plan.specs import JobSpec
 from fleet.ps.consistency import policy_of
 
+#: What the names of moves begin with.
+ATTEMPT = "move "
+
 
 def refuse_unmovable(spec: JobSpec) -> None:
     """Refuse to move a job whose state, or the way in which its servers agree, would not be the same elsewhere."""

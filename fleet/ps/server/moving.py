@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,7 +40,7 @@ from fleet.errors import (
 )
 from fleet.numeric.tensors import WireTensor
 from fleet.ps.consistency.membership import Standing
-from fleet.ps.consistency.movable import refuse_unmovable
+from fleet.ps.consistency.movable import ATTEMPT, refuse_unmovable
 from fleet.ps.server.durability.durability import Durability, note_move
 from fleet.ps.server.durability.snapshot import state_of
 from fleet.ps.server.durability.state_directory import Kind
@@ -47,7 +48,7 @@ from fleet.ps.server.job import Job, Moves
 from fleet.ps.server.job_end import JobEnd
 from fleet.ps.server.members import Members
 from fleet.ps.server.pending import Arrival, Outbox
-from fleet.ps.server.staging import RECORDS, Staging, stale
+from fleet.ps.server.staging import KILLED, RECORDS, Staging, stale
 from fleet.ps.server.wanted_servers import WantedServers
 from fleet.ps.table.shard import Shard
 from fleet.ps.wire import fleet_pb2 as pb
@@ -142,10 +143,8 @@ class Moving:
 
     def takes(self, kind: str, job: Job | None, arrival: Arrival) -> bool:
         """Say whether a request has to do with a move, which is done here, or has to wait for its end."""
-        handler, halt, copying = self._kinds.get(kind), self._halt, self._copying
-        if kind == "export" and any(
-            each.attempt == arrival.request.export.checkpoint for each in (copying, halt) if each
-        ):
+        handler, halt = self._kinds.get(kind), self._halt
+        if kind == "export" and arrival.request.export.checkpoint.startswith(ATTEMPT):
             handler = self._export
         if handler is not None:
             handler(job, arrival)
@@ -178,6 +177,8 @@ class Moving:
     def refuse_follower(self, job: Job | None, request: Any) -> None:
         """Send somebody who follows the model to the servers that the job has moved to."""
         kind = request.WhichOneof("kind")
+        if kind == "follow" and self._halt is not None:  # another server may have told it of those to come
+            raise self._is_under_way()
         if kind == "unfollow" or job is None or not job.moves.made:
             return
         here = (job.held().server, len(job.moves.servers))
@@ -195,12 +196,12 @@ class Moving:
         halt, copying = self._halt, self._copying
         is_left = job is not None and job.moves.is_left
         if halt is None and copying is not None and not self._members.has(copying.request):
-            self._give_up(job, outbox)
+            self._end_in_order(job, outbox)
         if halt is not None and job is not None and not halt.is_orphaned and not self._members.has(halt.request):
             halt.is_orphaned = True
             _log.warning("%s: worker %d is gone, which moved the job", self._where, halt.request.worker)
             if job.held().server == 0:
-                self._give_up(job, outbox)
+                self._end_in_order(job, outbox)
             else:
                 outbox += [(respond, error_reply(self._moved())) for _, respond in halt.held]
                 halt.held.clear()
@@ -210,12 +211,15 @@ class Moving:
             for effect in self._members.tick(now):
                 for worker in getattr(effect, "workers", None) or [effect.worker]:  # type: ignore[union-attr]
                     self._members.lose(worker)
-            has_followers = job is not None and job.feed.holds_up_the_end(now)
-            if self._gone_over.issuperset(self._members.awaited()) and not has_followers:
+            have_gone = self._gone_over.issuperset(self._members.awaited())
+            if have_gone and not (job is not None and job.feed.holds_up_the_end(now)):
                 _log.info("%s: the job has moved to other servers", self._where)
                 self._end.end()
                 self._end.inform(self._members.gone())
         return is_left
+
+    def _is_under_way(self) -> FleetError:
+        return ServerBusyError("another move to other servers is under way", where=self._where)
 
     def _moved(self) -> FleetError:
         return ServersMovedError("the job has moved to other servers", where=self._where)
@@ -227,7 +231,7 @@ class Moving:
         self._members.check(arrival.request, parting=False)
         assert job is not None, "a member exists only with a job"
         if self._halt is not None and self._halt.attempt != arrival.request.halt.attempt:
-            raise ServerBusyError("another move to other servers is under way", where=self._where)
+            raise self._is_under_way()
         if arrival.request.halt.round:
             self._begin_round(job, arrival)
         else:
@@ -238,7 +242,7 @@ class Moving:
         halt, shard, copying = arrival.request.halt, job.held(), self._copying
         if copying is None or copying.attempt != halt.attempt:
             if halt.round > 1:
-                raise stale(self._where)
+                raise stale(self._where, KILLED)
             self._check_may_move(job, arrival.worker)
             fingerprint = job.plans.current.fingerprint
             copying = _Copying(halt.attempt, arrival.request, shard, fingerprint, job.progress.loads)
@@ -247,7 +251,7 @@ class Moving:
         if halt.round > copying.round:
             shard.apply_pending()
             copying.round, copying.since, copying.following = halt.round, copying.following, shard.history.next_epoch()
-            self._check_removed(copying)
+            self._check_removed(copying, copying.since)
             shard.history.goes_on_from(_BASE, *[each for each in (copying.since, copying.following) if each])
         about = {
             "job_id": job.job_id,
@@ -259,22 +263,22 @@ class Moving:
         cursor = shard.first_rows(copying.since)
         arrival.answer(pb.Reply(version=job.rounds.gate.version, cursor=cursor, about=json.dumps(about)))
 
-    def _check_removed(self, copying: _Copying) -> None:
-        if copying.since and not copying.shard.history.knows_removed(copying.since):
-            raise stale(self._where)
+    def _check_removed(self, copying: _Copying, since: int) -> None:
+        if since and not copying.shard.history.knows_removed(since):
+            raise stale(self._where, "too many rows have left for all of them to be known")
 
     def _check_copied(self, job: Job, copying: _Copying) -> None:
         found = job.shard, job.plans.current.fingerprint, job.progress.loads
         if found != (copying.shard, copying.fingerprint, copying.loads):
-            raise stale(self._where)
+            raise stale(self._where, "values were replaced, or parameters joined")
 
     def _export(self, job: Job | None, arrival: Arrival) -> None:
         """Answer with a piece of what is copied."""
         self._members.check(arrival.request, parting=False)
         copying = self._copying
         assert job is not None, "a member exists only with a job"
-        if copying is None:
-            raise stale(self._where)  # this server was killed since, and does not know what has changed
+        if copying is None or copying.attempt != arrival.request.export.checkpoint:
+            raise stale(self._where, KILLED)
         self._check_copied(job, copying)
         piece = copying.shard.export(arrival.request.export.cursor, copying.since)
         about = json.dumps({"tensors": list(piece.tensors), **piece.about})
@@ -285,10 +289,11 @@ class Moving:
         request, copying = arrival.request, self._copying
         if self._halt is None and not self._is_replaying:
             if copying is None or copying.attempt != request.halt.attempt:
-                raise stale(self._where)
+                raise stale(self._where, KILLED)
             self._check_may_move(job, request.worker)
             self._check_copied(job, copying)
             self._check_version(job, request)
+            self._check_removed(copying, copying.following)
             for endpoint in request.halt.endpoints:  # whom it may have to ask
                 Endpoint.parse(endpoint)
         note_move(self._durability, job, arrival.frame, arrival.outbox)
@@ -297,8 +302,9 @@ class Moving:
             self._halt = _Halt(request.halt.attempt, request, is_recalled=self._is_replaying)
             if copying is not None:
                 copying.since = copying.following
-                self._check_removed(copying)
         self._take_delivered(job, self._halt, dict(request.halt.delivered))
+        if self._is_replaying:
+            return
         shard = job.held()
         shard.apply_pending()
         open_pushes = {
@@ -379,8 +385,10 @@ class Moving:
             raise IdentityError("only the worker that moves a job decides that it has moved", where=self._where)
         else:
             note_move(self._durability, job, arrival.frame, arrival.outbox)
+            has_come = self._members.has(arrival.request)  # by this one: a server that has asked has nobody's word
             self._make(job, switch, arrival.outbox)
-            self._gone_over.add(worker)
+            if has_come:
+                self._gone_over.add(worker)
         arrival.answer(pb.Reply())
 
     def doubts(self, job: Job | None) -> list[Endpoint]:
@@ -405,6 +413,8 @@ class Moving:
 
     def _make(self, job: Job | None, switch: Any, outbox: Outbox) -> None:
         halt, stage = self._halt, self._staging.stage
+        if job is not None:
+            job.feed.fail(self._moved())
         waiting = [each.respond for each in job.abandon()] if job is not None else []
         waiting += [respond for _, respond in halt.held] if halt is not None else []
         outbox += [(respond, error_reply(self._moved())) for respond in waiting]
@@ -444,6 +454,15 @@ class Moving:
             job.moves.is_noted = False
         if halt is not None:
             self._released += halt.held
+
+    def _end_in_order(self, job: Job | None, outbox: Outbox) -> None:
+        with suppress(FleetError):  # that it cannot be written down has ended the job
+            self._give_up(job, outbox)
+
+    def forget_unfinished(self, job: Job | None) -> None:
+        """Forget what a journal had of a copy that this server does not go on with, as it was killed."""
+        if job is not None and self._halt is None:
+            self._staging.stage, job.moves.is_noted = None, False
 
     def _forget(self) -> None:
         if self._copying is not None:

@@ -107,7 +107,7 @@ class ServerRuntime:
     def run(self) -> None:
         """Serve until every worker has left; raise what ended the job, if it did not end well."""
         self._service.await_the_first()
-        explained_at = self._clock.now()
+        explained_at = asked_at = self._clock.now()
         waits = Wait(self._clock, self._settings.startup_deadline_s)
         # Started by hand, nobody else says that it is there; and a log that nobody has set up shows warnings only.
         level = logging.INFO if self._settings.launcher else logging.WARNING
@@ -118,7 +118,9 @@ class ServerRuntime:
             with closing(observer), _signals_end(self._service.stop, drain) as stopped:
                 while not self._service.ended.wait(TICK_S):
                     self._service.tick()
-                    ask_where_the_job_is(self._service, self._network)
+                    if self._clock.now() - asked_at > ASKS_S:
+                        asked_at = self._clock.now()
+                        ask_where_the_job_is(self._service, self._network)
                     absent = self._service.absent()
                     if absent and waits.is_due():
                         _log.warning("%s: waiting for %s, %.0f s so far", self._endpoint, absent, waits.so_far_s)

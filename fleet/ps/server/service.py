@@ -27,7 +27,7 @@ from fleet.ps.server.checkpoint_requests import CheckpointRequests
 from fleet.ps.server.deferring_lock import DeferringLock
 from fleet.ps.server.departure import Departure
 from fleet.ps.server.disk_waits import DiskWaits
-from fleet.ps.server.durability.durability import MOVING, NOTED, Durability, decides
+from fleet.ps.server.durability.durability import DECIDING, NOTED, Durability, decides
 from fleet.ps.server.durability.state_directory import StateDirectory
 from fleet.ps.server.feed_requests import FeedRequests
 from fleet.ps.server.handshake import Handshake
@@ -120,7 +120,7 @@ class Service:
         worker_num = None if expected is None else expected[0]
         move = self._moving.errand
         self._status = Status(
-            where, lock, clock, end, members, statistics, self._found_job, move, wanted.leads_to, worker_num
+            where, lock, clock, end, members, statistics, self._found_job, move, lambda: wanted.wanted, worker_num
         )
         self._resumption = Resumption(
             endpoint, settings.job_id, lock, end, members, initialization, handshake, self._found_job, resumes
@@ -168,6 +168,7 @@ class Service:
             if before_update is not None:
                 return
             durability.recover(self.redo, self._found_job)
+            self._moving.forget_unfinished(self.job)
             if end.suspended_by is not None:
                 raise end.suspended_by
         initialization.go_on(self.job)
@@ -245,7 +246,7 @@ class Service:
         finally:
             # A refusal of this request travels as the exception; what became possible before it still leaves.
             self._send(
-                outbox, secure=kind in NOTED or self._reads_are_secure, surely=kind in MOVING and decides(request)
+                outbox, secure=kind in NOTED or self._reads_are_secure, surely=kind in DECIDING and decides(request)
             )
             self._handle_released()
         return self._apply_pending
@@ -392,9 +393,11 @@ class Service:
     def learn(self, answer: Mapping[str, Any], *, is_first: bool) -> None:
         """Take in what one of those has answered."""
         outbox: Outbox = []
-        with self._lock:
-            self._moving.learn(self.job, answer, outbox, is_first=is_first)
-        self._send(outbox, surely=True)
+        try:
+            with self._lock:
+                self._moving.learn(self.job, answer, outbox, is_first=is_first)
+        finally:
+            self._send(outbox, surely=True)
         self._handle_released()
 
     def close(self) -> None:

@@ -39,6 +39,7 @@ from fleet.ps.table.shard import MakeShard, Shard
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import read_frame
 
+KILLED = "this server was killed, and does not know what has changed since"
 #: What travels beside the state of a job, from the first server alone: outcomes of gatherings, states of own objects.
 RECORDS = "records"
 
@@ -92,7 +93,7 @@ class Staging:
         is_copied = copied == stage.attempt
         if job is not None and not (is_copied or self._is_replaying):
             if self._members.has(arrival.request):
-                raise stale(self._where)  # it was killed since
+                raise stale(self._where, KILLED)
             raise ServerBusyError("this server has a job already", where=self._where)
         if job is None and not self._may_begin:
             raise UnsupportedError(
@@ -194,9 +195,11 @@ class Staging:
         return self._durability is not None and self._durability.replaying
 
 
-def stale(where: str) -> FleetError:
+def stale(where: str, why: str) -> FleetError:
     """Return what is wrong with a move whose copy is not of what there is."""
-    return MissedError("values were replaced, or parameters joined, while the job was copied", where=where)
+    return MissedError(
+        "what was copied is not what there is any more", where=where, got=why, todo="Call resize_servers() again."
+    )
 
 
 def _member(record: Sequence[Any]) -> MemberRecord:

@@ -31,11 +31,11 @@ class Status:
         statistics: Statistics,
         found_job: Callable[[], Job | None],
         move: Callable[[Job | None], str],
-        leads_to: Callable[[Job | None], Sequence[str]],
+        wanted: Callable[[], Sequence[str]],
         worker_num: int | None,
     ) -> None:
-        """``found_job`` finds the job, ``move`` says what is done for a move and ``leads_to`` where it leads, all under
-        the lock; ``worker_num`` is the number of workers this process was told of, where it was told."""
+        """``found_job`` finds the job, ``move`` says what is done for a move and ``wanted`` where to, all under the
+        lock; ``worker_num`` is the number of workers this process was told of, where it was told."""
         self._where = where
         self._lock = lock
         self._clock = clock
@@ -44,7 +44,7 @@ class Status:
         self._statistics = statistics
         self._found_job = found_job
         self._move = move
-        self._leads_to = leads_to
+        self._wanted = wanted
         self._worker_num = worker_num
 
     def status(self) -> dict[str, Any]:
@@ -56,7 +56,8 @@ class Status:
                 "server": self._where,
                 "phase": self._phase(job),
                 "errand": self._move(job) or _task_of(job),
-                "leads_to": self._leads_to(job),
+                "wanted": self._wanted(),
+                "moved_to": job.moves.servers if job is not None and job.moves.made else (),
                 "figures": {
                     "version": 0 if job is None else job.rounds.gate.version,
                     "parked": len(waiting),

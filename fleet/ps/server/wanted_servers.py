@@ -40,9 +40,10 @@ class WantedServers:
         wanted = self._wanted
         return wanted if wanted and worker == min(self._members.awaited(), default=-1) else ()
 
-    def leads_to(self, job: Job | None) -> tuple[str, ...]:
-        """Return the servers that the job has moved to, or is to move to; none if it stays where it began."""
-        return self._wanted or (job.moves.servers if job is not None and job.moves.made else ())
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        """Return the servers that the job is to move to; none if it is to stay."""
+        return self._wanted
 
     def rearrange(self, job: Job | None, arrival: Arrival) -> None:
         """Note which servers the job is to have, or why it cannot have them, and tell how that stands."""

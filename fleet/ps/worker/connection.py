@@ -71,7 +71,7 @@ class Connection:
         incarnation: int,
         figures: Callable[[], Mapping[str, float]] = dict,
         logs_absent: bool = True,
-        look_ahead: Callable[[], bool] = lambda: True,
+        look_ahead: Callable[[Connection], bool] = lambda _: True,
     ) -> None:
         """``figures`` are what the worker tells of itself with its heartbeats. One of its connections logs for which
         absent workers all wait. ``look_ahead`` looks where the job has moved to, until it returns that this is known.
@@ -177,10 +177,7 @@ class Connection:
 
     def inquire(self, frame: Frame) -> Frame | None:
         """Return the answer to a short question, if there is any; whatever has become of this connection."""
-        try:
-            return raise_if_error(self._channel.start(frame, FAREWELL_S).result())
-        except (TransportError, FleetError):
-            return None
+        return inquire_all([(self, frame)])[0]
 
     def farewell(self, frame: Frame) -> None:
         """Send a last word; whether it arrives matters to nobody any more."""
@@ -212,7 +209,7 @@ class Connection:
 
     def _beat_until_closed(self) -> None:
         noticed, every_s = self._clock.now(), notice_every_s(self._settings.rpc_deadline_s)
-        knows_ahead = False
+        has_moved = knows_ahead = False
         while not self._closing.wait(self._settings.heartbeat_s):
             try:
                 together = self.together
@@ -229,13 +226,15 @@ class Connection:
             except ServersMovedError as error:
                 self._heard()  # it stays until this worker has gone over
                 self.fail(error)
-                knows_ahead = knows_ahead or self._look_ahead()
+                has_moved = True
             except FleetError as error:
                 self.fail(error)
                 return
             except Exception as error:  # without heartbeats a wait could have no end
                 self.fail(FleetError(f"the heartbeat to {self.endpoint} failed", got=repr(error)))
                 raise
+            if has_moved and not knows_ahead:
+                knows_ahead = self._look_ahead(self)
             now = self._clock.now()
             silent_s = now - self._last_heard
             if silent_s > self._settings.rpc_deadline_s:
@@ -415,6 +414,23 @@ class PendingRequest:
                 return connection.answered(reply)
             finally:
                 connection.end(call)
+
+
+def inquire_all(asked: Sequence[tuple[Connection, Frame]]) -> list[Frame | None]:
+    """Return the answers to short questions that are asked at once, as far as there are any."""
+    calls: list[Call | None] = []
+    for connection, frame in asked:
+        try:
+            calls.append(connection._channel.start(frame, FAREWELL_S))
+        except (TransportError, FleetError):
+            calls.append(None)
+    answers: list[Frame | None] = []
+    for call in calls:
+        try:
+            answers.append(None if call is None else raise_if_error(call.result()))
+        except (TransportError, FleetError):
+            answers.append(None)
+    return answers
 
 
 class Connections:

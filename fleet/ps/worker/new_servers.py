@@ -12,7 +12,7 @@ from fleet.base.cluster import Endpoint
 from fleet.errors import DeadlineError, ServersMovedError
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
-from fleet.ps.worker.connection import RETRY_PAUSE_S, Connection, Connections
+from fleet.ps.worker.connection import RETRY_PAUSE_S, Connection, Connections, inquire_all
 
 
 class Move(NamedTuple):
@@ -76,9 +76,9 @@ class WayAhead:
         #: whether the worker is on its way, and needs no heartbeat to find it
         self._is_taken = self._is_closed = False
 
-    def look(self) -> bool:
-        """Look where the job is, on the thread of a heartbeat that has heard that it has moved; return whether that was
-        found. Nothing is waited for: the next heartbeat looks again."""
+    def look(self, connection: Connection) -> bool:
+        """Look where the job is, on the thread of a heartbeat whose server says that it has moved; return whether that
+        is known. Nothing is waited for longer than a short answer takes: the next heartbeat looks again."""
         if not self._lock.acquire(blocking=False):
             return False
         try:
@@ -86,14 +86,14 @@ class WayAhead:
                 return False
             known = len(self._hops)
             self._go_on(surely=False)
-            found = self._hops[known:]
-            for connection in (each for hop in found for each in hop.connections.by_server):
-                connection.start_heartbeat()
+            for each in (each for hop in self._hops[known:] for each in hop.connections.by_server):
+                each.start_heartbeat()
+            is_known = bool(self._hops) and connection not in self._hops[-1].connections.by_server
         finally:
             self._lock.release()
         if self._is_closed:
             self.close()
-        return bool(found)
+        return is_known
 
     def take(self, known: Move | None = None) -> list[Hop]:
         """Return all moves from where this worker is to where the job is, for the caller to go over, which says when it
@@ -162,20 +162,17 @@ def refuse_if_moved(connections: Connections) -> None:
 def tell_of(move: Move, connections: Sequence[Connection], *, surely: bool = True) -> bool:
     """Tell servers of a move that has been made, ``surely`` or once; return whether all have heard."""
     told = pb.Switch(attempt=move.attempt, endpoints=map(str, move.servers))
-    heard = []
-    for connection in connections:
-        frame = Frame(connection.request(0, switch=told))
-        heard.append(connection.insist(frame, "a move") if surely else connection.inquire(frame))
-    return None not in heard
+    asked = [(connection, Frame(connection.request(0, switch=told))) for connection in connections]
+    if surely:
+        for connection, frame in asked:
+            connection.insist(frame, "a move")
+        return True
+    return None not in inquire_all(asked)
 
 
 def _ask(connections: Connections) -> dict[int, dict[str, Any]]:
-    answers = {}
-    for server, connection in enumerate(connections.by_server):
-        reply = connection.inquire(Frame(connection.request(0, where=pb.Where())))
-        if reply is not None:
-            answers[server] = json.loads(reply.message.about)
-    return answers
+    replies = inquire_all([(each, Frame(each.request(0, where=pb.Where()))) for each in connections.by_server])
+    return {server: json.loads(reply.message.about) for server, reply in enumerate(replies) if reply is not None}
 
 
 def _of(connections: Connections, answers: dict[int, dict[str, Any]]) -> Move | None:

@@ -31,10 +31,10 @@ from fleet.errors import (
 from fleet.numeric.ids import partition
 from fleet.numeric.tensors import WireTensor
 from fleet.plan.plan import make_plan
-from fleet.ps.consistency.movable import refuse_unmovable
+from fleet.ps.consistency.movable import ATTEMPT, refuse_unmovable
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
-from fleet.ps.worker.connection import RETRY_PAUSE_S, Connection
+from fleet.ps.worker.connection import RETRY_PAUSE_S, Connection, inquire_all
 from fleet.ps.worker.lease import once
 from fleet.ps.worker.new_servers import Move
 from fleet.ps.worker.runtime import WorkerRuntime
@@ -153,7 +153,7 @@ class Copy:
     def __init__(self, worker: WorkerRuntime, servers: tuple[Endpoint, ...]) -> None:
         self.servers = servers
         self._worker = worker
-        self._attempt = f"move {next(_numbers)} by {worker.incarnation}"
+        self._attempt = f"{ATTEMPT}{next(_numbers)} by {worker.incarnation}"
         self._former = [*worker.connections.by_server]
         self._plan = make_plan(worker.trained.plan.spec.on_servers(len(servers)))
         self._new = worker.connect(servers, worker.incarnation)
@@ -213,8 +213,13 @@ class Copy:
         if self._is_over:
             return
         over = pb.Switch(attempt=self._attempt, given_up=True)
-        for connection in (*self._former, *self._new):
-            connection.farewell(Frame(connection.request(0, switch=over)))
+        asked = [(each, Frame(each.request(0, switch=over))) for each in (*self._former, *self._new)]
+        answers = inquire_all(asked)
+        unheard = [
+            each for each, answer in zip(asked, answers, strict=True) if answer is None and each[0] in self._former
+        ]
+        if unheard:  # one that is killed just now stands still again when it is there again
+            threading.Thread(target=_insist, args=(unheard,), name="fleet-move-over", daemon=True).start()
         self._close()
 
     def _close(self) -> None:
@@ -322,6 +327,12 @@ class Copy:
             fill = pb.Fill(attempt=self._attempt, number=self._number, state=json.dumps(told))
             frame = Frame(connection.request(0, fill=fill), [] if server else [*records])
             connection.insist(frame, "the end of a move")
+
+
+def _insist(asked: Sequence[tuple[Connection, Frame]]) -> None:
+    for connection, frame in asked:
+        with contextlib.suppress(FleetError):
+            connection.insist(frame, "a move that was given up")
 
 
 def _joined(pasts: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:

@@ -219,8 +219,8 @@ class WorkerRuntime:
             for place, endpoint in enumerate(servers)
         ]
 
-    def _look_ahead(self) -> bool:
-        return self._ahead.look()
+    def _look_ahead(self, connection: Connection) -> bool:
+        return self._ahead.look(connection)
 
     def _join(self, connections: Connections, plan: Plan) -> list[pb.Reply]:
         return join(

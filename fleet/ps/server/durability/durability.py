@@ -62,11 +62,16 @@ NOTED = frozenset(
 MOVING = frozenset(("halt", "stage", "fill", "switch"))
 
 
+#: And those of which some decide.
+DECIDING = frozenset(("halt", "fill", "switch", "where"))
+
+
 def decides(request: Any) -> bool:
-    """Say whether what becomes of a move depends on it that a request is not forgotten. Of pieces that is the last: one
+    """Say whether what becomes of a move depends on it that all is kept by the time that a request is answered. Of
+    pieces that is the last: one
     that lacks others is refused."""
     kind = request.WhichOneof("kind")
-    return kind in ("halt", "switch") or (kind == "fill" and bool(request.fill.state))
+    return kind in ("halt", "switch", "where") or (kind == "fill" and bool(request.fill.state))
 
 
 class _GivenUpError(Exception):
@@ -141,8 +146,12 @@ class Durability:
 
     def forget_moves(self) -> None:
         """Drop all that was written of moves to this server, which has no job: nothing came of them."""
-        if not self.replaying:
+        if self.replaying:
+            return
+        try:
             self._directory.empty()
+        except OSError as error:
+            raise self._end.cannot_keep(error, None, []) from None
 
     def note_origin(self, origin: Origin, outbox: Outbox) -> None:
         """Write into the journal, before the first hello, what the job begins with."""
