@@ -18,7 +18,7 @@ import torch
 from dying import ANSWERED, ENVIRON, MOMENTS, DyingJob, at
 from faults import Action, Fault, FaultyNetwork
 from harness import PATIENT, SOON, Job, until
-from inside import found_job, is_copying, leave, wanted_servers, worker_of
+from inside import connections, found_job, is_copying, leave, wanted_servers, worker_of
 from patience import PATIENCE_S
 from test_elastic import ELASTIC, part
 from test_feed import Followed, source_of
@@ -33,6 +33,7 @@ from fleet.errors import (
     FleetError,
     MissedError,
     ServerLostError,
+    ServersMovedError,
     StateError,
     UnsupportedError,
 )
@@ -640,6 +641,33 @@ def test_a_worker_that_computes_for_long_while_others_move_lives(then: list[list
     for state in job.run():
         for name, value in state.items():
             torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("servers", [[1, 2], [2, 3]], ids=["one stays", "all leave"])
+def test_a_worker_that_has_heard_of_a_move_may_leave(servers: list[int]) -> None:
+    """A connection that has met it, on whatever thread, is no job that has failed."""
+    moved, has_left = threading.Event(), threading.Event()
+
+    def body(fleet: Fleet, worker: int) -> None:
+        model = constant()
+        optimizer = fleet.distributed_optimizer(OPTIMIZERS["adagrad"](model), MODES["async"](), model=model)
+        fleet.init_worker()
+        optimizer.minimize(model())
+        if worker == 0:
+            fleet.resize_servers(names(servers))
+            moved.set()
+            assert has_left.wait(PATIENCE_S)
+            optimizer.minimize(model())
+            return
+        assert moved.wait(PATIENCE_S)
+        first = connections(fleet)[0]
+        until(lambda: first.failure is not None)
+        with pytest.raises(ServersMovedError):
+            first.call(Frame(first.request(0, where=pb.Where())), "a question")
+        fleet.stop_worker()
+        has_left.set()
+
+    Resized(body, [0, 1], servers, environ=BEATING).run()
 
 
 @pytest.mark.parametrize("mode", ["async", "half_async"])

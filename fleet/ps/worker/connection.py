@@ -314,10 +314,15 @@ class Connection:
         with self._lock:
             return self._failure
 
+    @property
+    def is_over(self) -> bool:
+        """Say whether the job has ended for this connection; one of which only the servers are others goes on."""
+        return not isinstance(self.failure, ServersMovedError | None)
+
     def reported_failure(self) -> FleetError:
         """Return what ended this connection, to be raised to the user."""
         assert self._failure is not None
-        self.reported = True
+        self.reported = self.is_over
         return self._failure.again()
 
     def answered(self, reply: Frame) -> Frame:
@@ -503,7 +508,7 @@ class Connections:
     def note_reported(self) -> None:
         """Note that the user knows what ended any of them."""
         for connection in self.by_server:
-            connection.reported = connection.reported or connection.failure is not None
+            connection.reported = connection.reported or connection.is_over
 
     @property
     def wanted_servers(self) -> tuple[str, ...]:
@@ -523,8 +528,8 @@ class Connections:
     @property
     def is_healthy(self) -> bool:
         """Say whether this worker is in the job, and has heard of no end of it."""
-        return any(connection.is_joined for connection in self.by_server) and all(
-            connection.failure is None for connection in self.by_server
+        return any(connection.is_joined for connection in self.by_server) and not any(
+            connection.is_over for connection in self.by_server
         )
 
     @property
