@@ -6,9 +6,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +22,8 @@ from network_namespaces import Machine, Machines, missing
 from patience import PROCESSES_S
 from test_processes import CLEAN, ROOT, TRAIN, Processes, ended
 
-from fleet.base.cluster import Assignment
+from fleet.base.cluster import Assignment, Role
+from fleet.launch.host_network import free_ports
 from fleet.role_maker.resolve import resolve
 
 processes = test_processes.processes  # the fixture
@@ -98,6 +103,12 @@ def test_torchrun_on_one_machine(processes: Processes, clone: Path) -> None:
     pytest.importorskip("sklearn", reason="the example's data come with the extra 'examples'")
     first, second = accuracies(run(block("torchrun", 0), clone, PATH=processes.path()))
     assert first == second > 0.95
+
+
+@pytest.mark.slow
+def test_torchrun_beside_a_server(processes: Processes, clone: Path) -> None:
+    command = block("torchrun", 2).replace("6170", str(free_ports(1)[0]))
+    assert accuracies(run(command, clone, PATH=processes.path())) == [0.977] * 2
 
 
 @pytest.mark.mpi
@@ -202,9 +213,14 @@ class TestSeveralMachines:
 # ---------------------------------------------------------------------------------------------- Kubernetes
 
 
-def manifest(name: str) -> Any:
+def manifests(name: str) -> list[Any]:
     yaml = pytest.importorskip("yaml")
-    return yaml.safe_load((KUBERNETES / name).read_text())
+    return list(yaml.safe_load_all((KUBERNETES / name).read_text()))
+
+
+def manifest(name: str) -> Any:
+    (only,) = manifests(name)
+    return only
 
 
 def assert_valid(resource: Any) -> None:
@@ -218,14 +234,65 @@ def assert_valid_by_our_schema(resource: Any, schema: str) -> None:
     jsonschema.validate(resource, json.loads((ROOT / "tests" / "schemas" / schema).read_text()))
 
 
-def test_the_jobset_is_one() -> None:
-    jobset = manifest("jobset.yaml")
+def assert_valid_by_kubeflow(resource: Any) -> None:
+    """By the models that the project publishes of its API: what they do not know is lost on the way there and back."""
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    model = getattr(models, f"TrainerV1alpha1{resource['kind']}")
+    assert_kept(resource, model.from_dict(resource).to_dict(), resource["kind"])
+
+
+def assert_kept(given: Any, back: Any, where: str) -> None:
+    if isinstance(given, dict):
+        assert set(given) <= set(back), f"{where}: {set(given) - set(back)}"
+        for key, value in given.items():
+            assert_kept(value, back[key], f"{where}.{key}")
+    elif isinstance(given, list):
+        assert len(given) == len(back), where
+        for index, value in enumerate(given):
+            assert_kept(value, back[index], f"{where}[{index}]")
+    else:
+        assert given == back, where
+
+
+@pytest.mark.parametrize("name", ["jobset.yaml", "jobset-rolling.yaml"])
+def test_the_jobset_is_one(name: str) -> None:
+    jobset, *others = manifests(name)
     assert_valid_by_our_schema(jobset, "jobset.json")
-    names = [job["name"] for job in jobset["spec"]["replicatedJobs"]]
-    for job in jobset["spec"]["replicatedJobs"]:
-        assert_valid({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": job["name"]}, **job["template"]})
+    assert_valid_jobs(jobset["spec"])
+    for other in others:
+        assert_valid(other)
+
+
+def assert_valid_jobs(spec: Any) -> None:
+    """The jobs of a JobSet, which may wait for those before them."""
+    names = [job["name"] for job in spec["replicatedJobs"]]
+    for job in spec["replicatedJobs"]:
+        metadata = {"name": job["name"], **job["template"].get("metadata", {})}
+        assert_valid({"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": job["template"]["spec"]})
         assert all(before["name"] in names[: names.index(job["name"])] for before in job.get("dependsOn", []))
-    assert set(jobset["spec"]["successPolicy"]["targetReplicatedJobs"]) <= set(names)
+    assert set(spec["successPolicy"]["targetReplicatedJobs"]) <= set(names)
+
+
+def test_the_train_job_and_its_runtime_are_some() -> None:
+    runtime, job = manifests("trainjob.yaml")
+    for each in (runtime, job):
+        assert_valid_by_kubeflow(each)
+    assert_valid_jobs(runtime["spec"]["template"]["spec"])
+    assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+    assert job["spec"]["runtimeRef"]["kind"] == runtime["kind"]
+    assert {"name": "PADDLE_TRAINERS", "value": str(job["spec"]["trainer"]["numNodes"])} in job["spec"]["trainer"][
+        "env"
+    ]
+
+
+def test_kubeflows_models_find_what_is_misspelt() -> None:
+    runtime, job = manifests("trainjob.yaml")
+    job["spec"]["trainer"]["numNode"] = 2
+    with pytest.raises(AssertionError, match="numNode"):
+        assert_valid_by_kubeflow(job)
+    runtime["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["completion"] = 2
+    with pytest.raises(AssertionError, match="completion"):
+        assert_valid_by_kubeflow(runtime)
 
 
 def test_the_jobset_with_tls_is_one() -> None:
@@ -261,20 +328,50 @@ def test_a_schema_finds_what_is_misspelt() -> None:
         assert_valid({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "a"}, **job["template"]})
 
 
-Pod = tuple[str, dict[str, str]]
+@dataclass(frozen=True)
+class Pod:
+    """Is one as the cluster would make it: ``host`` is the name by which others know it, ``command`` what it runs."""
+
+    name: str
+    host: str
+    command: list[str]
+    environ: dict[str, str]
 
 
-def pods_of_the_jobset(addresses: Mapping[str, str]) -> list[Pod]:
-    """Every pod's host name and environment, as the cluster would make them of the manifest."""
+def pods_of(name: str, addresses: Mapping[str, str]) -> list[Pod]:
+    """Every pod of a manifest. ``addresses`` are by the pods' names."""
+    first, *others = manifests(name)
+    if first["kind"] != "JobSet":
+        first = jobset_of(first, others[0])
+    return pods_of_jobset(first, addresses)
+
+
+def jobset_of(runtime: Any, train_job: Any) -> Any:
+    """The JobSet that Kubeflow's controller makes of a job: called like it, with what its trainer changes."""
+    spec = deepcopy(runtime["spec"]["template"]["spec"])
+    trainer = train_job["spec"]["trainer"]
+    for job in spec["replicatedJobs"]:
+        labels = job["template"].get("metadata", {}).get("labels", {})
+        if labels.get("trainer.kubeflow.org/trainjob-ancestor-step") == "trainer":
+            job["template"]["spec"] |= {"completions": trainer["numNodes"], "parallelism": trainer["numNodes"]}
+            (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
+            assert container["name"] == "node", "by which the controller finds it"
+            container["command"] = trainer["command"]
+            container["env"] += trainer["env"]
+    return {"metadata": {"name": train_job["metadata"]["name"]}, "spec": spec}
+
+
+def pods_of_jobset(jobset: Any, addresses: Mapping[str, str]) -> list[Pod]:
     made = []
-    jobset = manifest("jobset.yaml")
+    jobset_name = jobset["metadata"]["name"]
     for job in jobset["spec"]["replicatedJobs"]:
         spec = job["template"]["spec"]
         (container,) = spec["template"]["spec"]["containers"]
         for index in range(spec["completions"]):
-            name = f"{jobset['metadata']['name']}-{job['name']}-0-{index}"
+            name = f"{jobset_name}-{job['name']}-0-{index}"
             fields = {
                 "metadata.annotations['batch.kubernetes.io/job-completion-index']": str(index),
+                "metadata.labels['jobset.sigs.k8s.io/jobset-name']": jobset_name,
                 "status.podIP": addresses[name],
             }
             environ = {"JOB_COMPLETION_INDEX": str(index)}
@@ -286,52 +383,125 @@ def pods_of_the_jobset(addresses: Mapping[str, str]) -> list[Pod]:
                     assert source["secretKeyRef"] == {"name": "fleet-token", "key": "token"}, "as the page makes it"
                     environ[variable["name"]] = "correct-horse-battery-staple"
                 else:
-                    environ[variable["name"]] = variable["value"]
-            made.append((name, environ))
+                    environ[variable["name"]] = expanded(variable["value"], environ)
+            given = [*container.get("command", ["python", "examples/quickstart.py"]), *container.get("args", [])]
+            made.append(Pod(name, f"{name}.{jobset_name}", [expanded(each, environ) for each in given], environ))
     return made
 
 
+def expanded(text: str, environ: Mapping[str, str]) -> str:
+    """References to variables that stand before, as Kubernetes resolves them."""
+    return re.sub(r"\$\((\w+)\)", lambda found: environ[found[1]], text)
+
+
+def addresses_of(name: str, worker: str = "worker") -> dict[str, str]:
+    return {
+        f"{name}-{kind}-0-{i}": f"10.80.{network}.{i + 1}"
+        for network, kind in enumerate(("server", worker))
+        for i in (0, 1)
+    }
+
+
 ADDRESSES = {
-    f"quickstart-{kind}-0-{i}": f"10.80.{network}.{i + 1}"
-    for network, kind in enumerate(("server", "worker"))
-    for i in (0, 1)
+    "jobset.yaml": addresses_of("quickstart"),
+    "jobset-rolling.yaml": addresses_of("rolling"),
+    "trainjob.yaml": addresses_of("clicks", "node"),
 }
 
 
 def test_the_pods_of_the_jobset_know_who_they_are() -> None:
-    everyone: list[Assignment] = [resolve(None, environ) for _, environ in pods_of_the_jobset(ADDRESSES)]
+    everyone: list[Assignment] = [
+        resolve(None, pod.environ) for pod in pods_of("jobset.yaml", ADDRESSES["jobset.yaml"])
+    ]
     assert [str(each) for each in everyone] == ["server 0", "server 1", "worker 0", "worker 1"]
     servers = [f"quickstart-server-0-{i}.quickstart" for i in (0, 1)]
     assert [[server.host for server in each.servers] for each in everyone] == [servers] * 4
 
 
+@pytest.mark.parametrize("name", ["jobset-rolling.yaml", "trainjob.yaml"])
+def test_the_pods_of_workers_know_the_servers(name: str) -> None:
+    servers, workers = pods_of(name, ADDRESSES[name])[:2], pods_of(name, ADDRESSES[name])[2:]
+    for index, worker in enumerate(workers):
+        found = resolve(None, worker.environ)
+        assert (found.role, found.index, found.worker_num) == (Role.WORKER, index, 2)
+        assert [str(each) for each in found.servers] == [f"{server.host}:6174" for server in servers]
+    for server in servers:
+        assert "fleet server --endpoint " in " ".join(server.command)
+
+
+class Cluster:
+    """Runs pods as machines on one network, and probes them as a kubelet does."""
+
+    def __init__(self, machines: Machines, pods: Sequence[Pod], addresses: Mapping[str, str], folder: Path) -> None:
+        self._folder = folder
+        self._addresses = addresses
+        self._machines = {}
+        for pod in pods:
+            machine = self._machines[pod.name] = machines.machine(pod.name)
+            machines.connect(machine, "pods", f"{addresses[pod.name]}/16")
+            # A pod does not find its own name in time; the others' it does.
+            machine.knows({other.host: addresses[other.name] for other in pods if other is not pod})
+        self._kubelet = machines.machine("kubelet")
+        machines.connect(self._kubelet, "pods", "10.80.0.100/16")
+
+    def start(self, pod: Pod, **more: str) -> subprocess.Popen[str]:
+        """The pod's command; it is process 1 of its container, so that signals reach it alone."""
+        command = f"exec {shlex.join(pod.command)}"
+        return shell(self._machines[pod.name], command, self._folder, **pod.environ, **more)
+
+    def await_ready(self, pods: Sequence[Pod]) -> None:
+        probe = str(ROOT / "tests" / "scripts" / "probe.py")
+        probes = [
+            shell(self._kubelet, f"python {probe} {self._addresses[pod.name]}:6175", self._folder) for pod in pods
+        ]
+        assert outputs(probes) == ["SERVING\n"] * len(pods)
+
+
 class TestPods:
     pytestmark = netns
 
-    def test_the_jobset_trains_and_its_probes_are_answered(self, machines: Machines, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("name", ["jobset.yaml", "trainjob.yaml"])
+    def test_they_train_and_their_probes_are_answered(self, machines: Machines, tmp_path: Path, name: str) -> None:
         pytest.importorskip("grpc_health", reason="the extra 'health'")
-        names = {f"{name}.quickstart": address for name, address in ADDRESSES.items()}
-        started = {}
-        for name, environ in pods_of_the_jobset(ADDRESSES):
-            pod = machines.machine(name)
-            machines.connect(pod, "pods", f"{ADDRESSES[name]}/16")
-            # A pod does not find its own name in time; the others' it does.
-            pod.knows({other: address for other, address in names.items() if address != ADDRESSES[name]})
-            started[name] = pod, environ
-        kubelet = machines.machine("kubelet")
-        machines.connect(kubelet, "pods", "10.80.0.100/16")
-        processes, probes = [], []
-        for name, (pod, environ) in started.items():
-            if "server" in name:
-                processes.append(shell(pod, "python examples/quickstart.py", tmp_path, **environ))
-                probe = str(ROOT / "tests" / "scripts" / "probe.py")
-                probes.append(shell(kubelet, f"python {probe} {ADDRESSES[name]}:6175", tmp_path))
-        assert outputs(probes) == ["SERVING\n"] * 2
-        for name, (pod, environ) in started.items():
-            if "worker" in name:
-                processes.append(shell(pod, "python examples/quickstart.py", tmp_path, **environ))
-        outs = outputs(processes)
+        pods = pods_of(name, ADDRESSES[name])
+        cluster = Cluster(machines, pods, ADDRESSES[name], tmp_path)
+        serving = [cluster.start(pod) for pod in pods[:2]]
+        cluster.await_ready(pods[:2])
+        working = [cluster.start(pod) for pod in pods[2:]]
+        outs = outputs([*serving, *working])
         assert [accuracies(out) for out in outs] == [[], [], [0.977], [0.977]]
+
+    def test_servers_are_replaced_while_the_job_trains(self, machines: Machines, tmp_path: Path) -> None:
+        """Each gets SIGTERM, ends with the code that the Job ignores, and comes back with its index."""
+        pytest.importorskip("grpc_health", reason="the extra 'health'")
+        addresses = ADDRESSES["jobset-rolling.yaml"]
+        pods = pods_of("jobset-rolling.yaml", addresses)
+        cluster = Cluster(machines, pods, addresses, tmp_path)
+        serving = {pod.name: cluster.start(pod) for pod in pods[:2]}
+        cluster.await_ready(pods[:2])
+        ends = tmp_path / "ends"
+        script = f"exec python {ROOT / 'tests' / 'scripts' / 'until_told.py'} {ends}"
+        working = [cluster.start(replace(pod, command=["sh", "-c", script])) for pod in pods[2:]]
+        told = tmp_path / pods[2].name / "steps"
+
+        def steps() -> int:
+            return int(told.read_text() or 0) if told.exists() else 0
+
+        for pod in (*pods[:2], pods[0]):
+            begun, deadline = steps(), time.monotonic() + PROCESSES_S
+            while steps() <= begun + 5:
+                assert time.monotonic() < deadline, "it does not train"
+                time.sleep(0.05)
+            serving[pod.name].terminate()
+            code, _, err = ended(serving[pod.name])
+            assert code == 75, err
+            serving[pod.name] = cluster.start(pod)
+            cluster.await_ready([pod])
+        ends.touch()
+        outs = outputs([*working, *serving.values()])
+        results = [re.findall(r"servers (\d) rows (\S+)", out) for out in outs[:2]]
+        assert results[0] == results[1]
+        assert results[0][0][0] == "2"
 
 
 # ---------------------------------------------------------------------------------------------- the pages
@@ -344,7 +514,7 @@ def test_every_block_is_run_and_every_link_leads_somewhere() -> None:
         "machines": 4,  # the last one makes a token
         "mpi": 1,
         "slurm": 1,
-        "torchrun": 2,
+        "torchrun": 3,
     }
     for name, page in PAGES.items():
         for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page):

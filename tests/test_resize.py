@@ -26,11 +26,14 @@ from test_feed import Followed, source_of
 import fleet as fleet_package
 from fleet import Fleet, StrategyFactory
 from fleet.base import exit_guard
+from fleet.base.clock import SystemClock
 from fleet.base.cluster import Endpoint
+from fleet.base.settings import ProcessSettings
 from fleet.errors import (
     ConfigurationError,
     DeadlineError,
     FleetError,
+    JobAbortedError,
     MissedError,
     ServerLostError,
     ServersMovedError,
@@ -40,6 +43,7 @@ from fleet.errors import (
 from fleet.launch.servers_command import change_servers
 from fleet.launch.sources import Running
 from fleet.nn import CountFilter, MaxRows, Probability, SmallNorm, Unused
+from fleet.ps.server.runtime import ServerRuntime
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.loopback import LoopbackNetwork
@@ -1268,6 +1272,81 @@ def test_a_server_that_is_drained_ends_and_the_job_goes_on(numbers: list[int]) -
         job.join(threads)
     assert job.errors == {}
     assert job.results[0].keys() == job.results[1].keys()
+
+
+class Joiner:
+    """Is a server with no list but that of those whose job it joins, on a thread."""
+
+    def __init__(self, job: Resized, name: str, joins: Sequence[str]) -> None:
+        self.is_ready = threading.Event()
+        settings = ProcessSettings.read({**BEATING, "FLEET_DRAIN": "1"})
+        endpoint, others = Endpoint.parse(name), [Endpoint.parse(each) for each in joins]
+        self.runtime = ServerRuntime(
+            endpoint, job.network, settings, SystemClock(), joins=others, is_ready=self.is_ready.set
+        )
+        self.thread = threading.Thread(target=self.serve, name=f"job-join-{name}", daemon=True)
+        self.thread.start()
+
+    def serve(self) -> None:
+        with contextlib.suppress(JobAbortedError):  # the tests look at the workers
+            self.runtime.run()
+
+
+def test_servers_are_replaced_one_after_the_other() -> None:
+    """Each is drained, and comes back; it is not ready before the job is there again."""
+    ends = threading.Event()
+    job = Resized(steps_until(ends), [0, 1], [0, 1], environ=BEATING)
+    threads = job.start()
+    joiners = []
+    try:
+        for name in [*names([0, 1]), *names([0])]:
+            until(lambda name=name: job.service(name) is not None)
+            service = job.service(name)
+            until(lambda service=service: service.job is not None and service.job.is_whole)
+            service.drain("signal SIGTERM")
+            until(lambda name=name, service=service: job.service(name) is not service)
+            joiner = Joiner(job, name, names([0, 1]))
+            joiners.append(joiner)
+            until(joiner.is_ready.is_set)
+            assert job.service(name).job.moves.servers.count(name) == 1
+            assert len(job.service(name).job.moves.servers) == 2
+    finally:
+        ends.set()
+        job.join([*threads, *(joiner.thread for joiner in joiners)])
+    assert job.errors == {}
+    assert job.results[0].keys() == job.results[1].keys()
+
+
+def test_a_server_that_joins_is_ready_where_a_job_is_yet_to_begin() -> None:
+    ends = threading.Event()
+    ends.set()
+    job = Resized(steps_until(ends), [0, 1], [0, 1], environ=BEATING)
+    joiners = [Joiner(job, name, names([0, 1])) for name in names([0, 1])]
+    for joiner in joiners:
+        until(joiner.is_ready.is_set)
+    workers = [threading.Thread(target=job.work, args=(index,), daemon=True) for index in range(2)]
+    for worker in workers:
+        worker.start()
+    job.join([*workers, *(joiner.thread for joiner in joiners)])
+    assert job.errors == {}
+
+
+def test_a_job_that_does_not_take_a_server_in_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    ends = threading.Event()
+    job = Resized(steps_until(ends, StrategyFactory.create_gba_strategy), [0], [0], environ=BEATING)
+    threads = job.start()
+    until(lambda: job.service("server0:1") is not None)
+    until(lambda: job.service("server0:1").job is not None)
+    joiner = Joiner(job, "server1:1", ["server0:1"])
+    try:
+        until(lambda: "goes on without this server" in caplog.text)
+        assert "GBA" in caplog.text or "gba" in caplog.text
+        assert not joiner.is_ready.is_set()
+    finally:
+        ends.set()
+        job.join(threads)
+        job.service("server1:1").stop("nobody has moved here")
+        joiner.thread.join(PATIENCE_S)
 
 
 @pytest.mark.parametrize("why", ["it is the only one", "the mode", "the move is refused"])

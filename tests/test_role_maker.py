@@ -602,6 +602,39 @@ def test_wrong_torchrun_variables(change: Env, names: list[str]) -> None:
     assert [line.partition(":")[0] for line in str(caught.value).split("\n  ")[1:]] == names
 
 
+SERVED: Env = {**TORCHRUN, "PADDLE_PSERVERS_IP_PORT_LIST": "10.0.0.8:6174, 10.0.0.9:6174"}
+
+
+def test_workers_of_torchrun_beside_servers() -> None:
+    me = EnvRoleMaker(environ=SERVED).assignment()
+    assert (me.role, me.index, me.worker_num, me.local_rank, me.collective) == (Role.WORKER, 1, 3, 1, False)
+    assert me.servers == (Endpoint("10.0.0.8", 6174), Endpoint("10.0.0.9", 6174))
+    assert me.workers == ()
+    by_hosts = {**TORCHRUN, "PADDLE_PSERVER_IPS": "10.0.0.8,10.0.0.9"}
+    assert EnvRoleMaker(environ=by_hosts).assignment() == me
+
+
+@pytest.mark.parametrize("variables", [TRAINER, PSERVER], ids=["worker", "server"])
+def test_a_whole_set_of_variables_is_not_torchruns(variables: Env) -> None:
+    assert EnvRoleMaker(environ={**variables, **TORCHRUN}).assignment() == EnvRoleMaker(environ=variables).assignment()
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ({"RANK": "3"}, ["RANK"]),
+        ({"LOCAL_RANK": "x", "WORLD_SIZE": "0"}, ["WORLD_SIZE", "LOCAL_RANK"]),
+        ({"PADDLE_PSERVERS_IP_PORT_LIST": "nowhere"}, ["PADDLE_PSERVERS_IP_PORT_LIST"]),
+        ({"PADDLE_TRAINING_ROLE": "TRAINER"}, ["PADDLE_TRAINERS or PADDLE_TRAINERS_NUM", "PADDLE_TRAINER_ID"]),
+    ],
+    ids=lambda value: ",".join(value),
+)
+def test_wrong_variables_of_torchrun_beside_servers(change: Env, names: list[str]) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        EnvRoleMaker(environ={**SERVED, **change})
+    assert [line.partition(":")[0] for line in str(caught.value).split("\n  ")[1:]] == names
+
+
 # --- Who am I, with nothing said in code ------------------------------------------------------------------------------
 
 MPI: Env = {"OMPI_COMM_WORLD_SIZE": "4", "PMIX_RANK": "0"}
@@ -619,6 +652,8 @@ ALONE = LocalRoleMaker().assignment()
         (False, TRAINER, EnvRoleMaker(environ=TRAINER)),
         (True, {**TRAINER, **COLLECTIVE}, EnvRoleMaker(True, COLLECTIVE)),
         (None, TORCHRUN, TorchrunRoleMaker(TORCHRUN)),
+        (None, SERVED, EnvRoleMaker(environ=SERVED)),
+        (False, SERVED, EnvRoleMaker(environ=SERVED)),
         (True, TORCHRUN, TorchrunRoleMaker(TORCHRUN)),
         (True, {**TORCHRUN, **MPI}, TorchrunRoleMaker(TORCHRUN)),
         (None, {**TORCHRUN, **STRAY, "WORLD_SIZE": "3"}, TorchrunRoleMaker(TORCHRUN)),

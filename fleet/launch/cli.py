@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from fleet.base.unknown_variables import remarks
 from fleet.errors import AuthenticationError, ConfigurationError, DeadlineError, FleetError
 from fleet.launch import checkpoint_options, env_report, host_network, replay_options, supervisor
 from fleet.launch.job_folder import alone_in
-from fleet.launch.parser import Parser
+from fleet.launch.parser import Parser, python_arguments
 from fleet.launch.process_plan import (
     LaunchPlan,
     check_reachable,
@@ -116,7 +115,7 @@ def _run(argv: list[str], prog: str) -> int:
     if not 0 <= options.grace < math.inf:
         raise ConfigurationError("--grace is not usable", expected="seconds, 0 or more", got=f"{options.grace:g}")
     _check_restarts(options.max_restarts, has_servers=(options.servers, options.server_num) != (None, None))
-    plan = _plan(options, [sys.executable, *_checked(command, as_module=options.m)])
+    plan = _plan(options, [sys.executable, *python_arguments(command, as_module=options.m)])
     log_dir, record_dir = Path(options.log_dir), _record_dir(options)
     folders = {record_dir: "FLEET_RECORD_DIR", log_dir.resolve(): "--log_dir"}
     for folder, chosen_by in folders.items():
@@ -143,13 +142,23 @@ def _serve(argv: list[str], prog: str) -> int:
     )
     parser.add_argument("--endpoint", required=True, metavar="HOST:PORT", help="the address to listen on")
     parser.add_argument("--model_dir", metavar="DIR", help="a checkpoint to load first")
+    parser.add_argument(
+        "--join",
+        metavar="HOST:PORT,...",
+        help="servers of a job: if it runs without this one, it is given this one too (see fleet servers)",
+    )
     options = parser.parse_args(argv)
     endpoint = Endpoint.parse(options.endpoint)
+    joins = [] if options.join is None else [Endpoint.parse(each) for each in options.join.split(",")]
+    if joins and options.model_dir is not None:
+        raise ConfigurationError(
+            "--join and --model_dir do not go together", todo="A server that joins a job gets what the job has."
+        )
     from fleet.launch.server_command import serve_endpoint  # loads torch and grpc, which no other command needs
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
-        return serve_endpoint(endpoint, options.model_dir)
+        return serve_endpoint(endpoint, options.model_dir, joins)
     except FleetError as error:  # not a mistake in the arguments, so no word of --help
         print(f"{prog}: {error}", file=sys.stderr)
         return 1
@@ -321,26 +330,6 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         if rest and not equals and name not in _FLAGS:
             options.append(rest.pop(0))
     return options, rest[1:] if rest[:1] == ["--"] else rest
-
-
-def _checked(command: list[str], *, as_module: bool) -> list[str]:
-    """Return the arguments for Python, once it is certain that there is something to run."""
-    if not command:
-        raise ConfigurationError("no script given", todo="Name it after the options.")
-    script = command[0]
-    if as_module:
-        if PathFinder.find_spec(script.partition(".")[0], [os.getcwd(), *sys.path]) is None:
-            raise ConfigurationError(f"there is no module {script}")
-        return ["-m", *command]
-    path = Path(script)
-    if not path.exists():
-        raise ConfigurationError(f"there is no script {script}", todo="For a module put -m before its name.")
-    if path.is_dir() and not (path / "__main__.py").is_file():
-        raise ConfigurationError(f"{script} is a directory without a __main__.py")
-    if not os.access(path, os.R_OK):
-        raise ConfigurationError(f"the script {script} cannot be read", todo="Check its permissions.")
-    # Python would take a name with a leading dash for one of its options.
-    return [script if not script.startswith("-") else f"./{script}", *command[1:]]
 
 
 def _plan(options: argparse.Namespace, command: list[str]) -> LaunchPlan:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
 from typing import NoReturn
 
 from fleet.errors import ConfigurationError
@@ -11,3 +16,23 @@ from fleet.errors import ConfigurationError
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigurationError(message)
+
+
+def python_arguments(command: Sequence[str], *, as_module: bool) -> list[str]:
+    """Return the arguments for Python, once it is certain that there is something to run."""
+    if not command:
+        raise ConfigurationError("no script given", todo="Name it after the options.")
+    script = command[0]
+    if as_module:
+        if PathFinder.find_spec(script.partition(".")[0], [os.getcwd(), *sys.path]) is None:
+            raise ConfigurationError(f"there is no module {script}")
+        return ["-m", *command]
+    path = Path(script)
+    if not path.exists():
+        raise ConfigurationError(f"there is no script {script}", todo="For a module put -m before its name.")
+    if path.is_dir() and not (path / "__main__.py").is_file():
+        raise ConfigurationError(f"{script} is a directory without a __main__.py")
+    if not os.access(path, os.R_OK):
+        raise ConfigurationError(f"the script {script} cannot be read", todo="Check its permissions.")
+    # Python would take a name with a leading dash for one of its options.
+    return [script if not script.startswith("-") else f"./{script}", *command[1:]]

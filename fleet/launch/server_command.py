@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from functools import partial
+
 from fleet.base.clock import SystemClock
 from fleet.base.cluster import Endpoint
 from fleet.base.settings import PROCESS_ENVIRONMENT, ProcessSettings
@@ -12,11 +17,28 @@ from fleet.ps.server.runtime import ServerRuntime
 from fleet.ps.wire.real_network import real_network
 
 
-def serve_endpoint(endpoint: Endpoint, model_dir: str | None = None) -> int:
+def serve_endpoint(endpoint: Endpoint, model_dir: str | None = None, joins: Sequence[Endpoint] = ()) -> int:
     """Serve until the job is over, and return the exit code."""
     settings = ProcessSettings.read(PROCESS_ENVIRONMENT)
     remark(PROCESS_ENVIRONMENT)
     be_lean()
     restore = None if model_dir is None else restore_from(model_dir)
-    ServerRuntime(endpoint, real_network(settings), settings, SystemClock(), restore=restore).run()
+    with ExitStack() as opened:
+        is_ready: Callable[[], None] | None = None
+        if joins and settings.health_port is not None:
+            # Whoever waits for this server before another is taken down has to wait until the job is here.
+            from fleet.ps.wire.health import Health
+
+            health = Health(Endpoint(settings.binding.of(endpoint).host, settings.health_port))
+            is_ready = partial(opened.enter_context(closing(health)).report, serving=True)
+            settings = replace(settings, health_port=None)
+        ServerRuntime(
+            endpoint,
+            real_network(settings),
+            settings,
+            SystemClock(),
+            restore=restore,
+            joins=joins,
+            is_ready=is_ready,
+        ).run()
     return 0

@@ -14,10 +14,6 @@ from fleet.role_maker.mpi import MPISymmetricRoleMaker
 from fleet.role_maker.variables import Variables
 from fleet.role_maker.variables_of_launchers import EnvRoleMaker, mentions_job, names_servers, names_workers
 
-_VARIABLES = (
-    "PADDLE_TRAINING_ROLE, PADDLE_PSERVERS_IP_PORT_LIST, PADDLE_TRAINERS and PADDLE_TRAINER_ID or PADDLE_PSERVER_ID"
-)
-
 
 def resolve(is_collective: bool | None, environ: Mapping[str, str]) -> Assignment:
     """Read the environment's variables if they are there; else ask an MPI launcher, else torchrun, else Slurm; else run
@@ -37,9 +33,9 @@ def resolve(is_collective: bool | None, environ: Mapping[str, str]) -> Assignmen
         return EnvRoleMaker(True, environ).assignment()
     if by_torchrun:
         raise ConfigurationError(
-            "a parameter-server job is asked for under torchrun, which starts collective jobs only",
-            expected="the variables of a parameter-server job",
+            "a parameter-server job is asked for under torchrun, which starts workers only",
+            expected="PADDLE_PSERVERS_IP_PORT_LIST, with servers that somebody else has started",
             got=Variables(environ).found("RANK", "WORLD_SIZE"),
-            todo=f"Set {_VARIABLES} for each process, or let fleet.init() choose.",
+            todo="Start them with fleet server, and name them there; or let fleet.init() choose a collective job.",
         )
     return LocalRoleMaker().assignment()

@@ -25,6 +25,9 @@ _PORT = ("PADDLE_PSERVER_PORT", "PADDLE_PORT")
 _OWN_ENDPOINT = "PADDLE_CURRENT_ENDPOINT"
 _OWN_HOST = ("PADDLE_CURRENT_IP", "POD_IP")
 
+#: What only one process has.
+_OF_ONE = (_SERVER_ID, _WORKER_ID, _OWN_ENDPOINT, "PADDLE_CURRENT_IP")
+
 _ORIGIN = "PADDLE_* environment variables"
 _ROLES = {"PSERVER": Role.SERVER, "TRAINER": Role.WORKER}
 
@@ -43,13 +46,13 @@ def mentions_job(environ: Mapping[str, str]) -> bool:
     Addresses and ports of this pod do not count: Kubernetes sets them for every pod, and a service called
     ``paddle`` sets ``PADDLE_PORT`` for all its neighbours.
     """
-    this = (_SERVER_ID, _WORKER_ID, _OWN_ENDPOINT, "PADDLE_CURRENT_IP")
-    half = bool(Variables(environ).given(*_ROLE, *_WORKER_NUM, *this))
+    half = bool(Variables(environ).given(*_ROLE, *_WORKER_NUM, *_OF_ONE))
     return half or names_servers(environ) or names_workers(environ)
 
 
 class EnvRoleMaker(RoleMakerBase):
-    """Describes this process as ``PADDLE_*`` variables say; a collective job may be torchrun's instead.
+    """Describes this process as ``PADDLE_*`` variables say; a collective job may be torchrun's instead, and where they
+    name nothing but servers, torchrun's processes are the workers.
 
     One error tells everything that is missing, malformed or contradictory at once.
 
@@ -80,6 +83,8 @@ PaddleCloudRoleMaker = EnvRoleMaker
 
 
 def _parameter_server(variables: Variables) -> Assignment:
+    if torchrun.has_started(variables) and _only_servers(variables):
+        return torchrun.worker_beside(_members(variables, _SERVER_LIST, _SERVER_HOSTS), variables)
     role = variables.need(_ROLE, _role, "PSERVER or TRAINER", otherwise=None)
     servers = _members(variables, _SERVER_LIST, _SERVER_HOSTS)
     if not variables.given(_SERVER_LIST, *_SERVER_HOSTS):
@@ -99,6 +104,12 @@ def _parameter_server(variables: Variables) -> Assignment:
     variables.raise_complaints("a parameter-server job")
     assert role is not None, "raise_complaints has raised"
     return Assignment(role, index, worker_num, servers, workers, origin=_ORIGIN)
+
+
+def _only_servers(variables: Variables) -> bool:
+    """Say whether servers are named, and nothing that tells one process from another."""
+    others = variables.given(*_ROLE, *_WORKER_NUM, _WORKER_LIST, *_OF_ONE)
+    return bool(variables.given(_SERVER_LIST, *_SERVER_HOSTS)) and not others
 
 
 def _collective(variables: Variables) -> Assignment:

@@ -9,22 +9,23 @@ import json
 import logging
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
+from typing import Any
 
 from fleet.base.clock import Clock, Wait
 from fleet.base.cluster import Endpoint
 from fleet.base.settings import ProcessSettings
 from fleet.checkpoint.places import Place
 from fleet.checkpoint.resume_choice import Choice
-from fleet.errors import FleetError
+from fleet.errors import FleetError, NotInitializedError
 from fleet.ps.server.checkpoint_reader import Restore
 from fleet.ps.server.durability.state_directory import StateDirectory
 from fleet.ps.server.service import Service
 from fleet.ps.table.stores import stores_of
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
-from fleet.ps.wire.transport import Network, TransportError
+from fleet.ps.wire.transport import Channel, Network, TransportError
 from fleet.ps.wire.wire_errors import raise_if_error
 from fleet.telemetry.observer import Observer
 
@@ -50,8 +51,14 @@ class ServerRuntime:
         expected: tuple[int, tuple[Endpoint, ...]] | None = None,
         restore: Restore | None = None,
         resumes: Place | None = None,
+        joins: Sequence[Endpoint] = (),
+        is_ready: Callable[[], None] | None = None,
     ) -> None:
+        """``joins`` are servers of a job that is to have this one too, if it runs without it; ``is_ready`` is called
+        once there is none, or it has."""
         self._endpoint = endpoint
+        self._joins = tuple(each for each in joins if each != endpoint)
+        self._is_ready = is_ready
         self._network = network
         self._settings = settings
         self._clock = clock
@@ -108,6 +115,7 @@ class ServerRuntime:
         """Serve until every worker has left; raise what ended the job, if it did not end well."""
         self._service.await_the_first()
         explained_at = asked_at = self._clock.now()
+        joining = Joining(self._endpoint, self._joins, self._is_ready)
         waits = Wait(self._clock, self._settings.startup_deadline_s)
         # Started by hand, nobody else says that it is there; and a log that nobody has set up shows warnings only.
         level = logging.INFO if self._settings.launcher else logging.WARNING
@@ -121,6 +129,7 @@ class ServerRuntime:
                     if self._clock.now() - asked_at > ASKS_S:
                         asked_at = self._clock.now()
                         ask_where_the_job_is(self._service, self._network)
+                        joining.go_on(self._service, self._network)
                     absent = self._service.absent()
                     if absent and waits.is_due():
                         _log.warning("%s: waiting for %s, %.0f s so far", self._endpoint, absent, waits.so_far_s)
@@ -144,6 +153,56 @@ def ask_where_the_job_is(service: Service, network: Network) -> None:
         for place, call in enumerate(calls):
             with suppress(TransportError, FleetError):
                 service.learn(json.loads(raise_if_error(call.result()).message.about), is_first=place == 0)
+
+
+class Joining:
+    """Asks for a place in a job that runs without this server, until the job has come here."""
+
+    def __init__(self, endpoint: Endpoint, others: Sequence[Endpoint], is_ready: Callable[[], None] | None) -> None:
+        self._endpoint = endpoint
+        self._others = others
+        self._is_ready = is_ready
+        self._refusal = ""
+
+    def go_on(self, service: Service, network: Network) -> None:
+        if service.job is None and self._others and self._is_awaited(network):
+            return
+        if self._is_ready is not None:
+            self._is_ready()
+            self._is_ready = None
+
+    def _is_awaited(self, network: Network) -> bool:
+        """Say whether a job runs at the others that has not moved here yet, after asking for it."""
+        with ExitStack() as opened:
+            channels = [opened.enter_context(closing(network.connect(each))) for each in self._others]
+
+            def tell(channel: Channel, endpoints: Sequence[str] = ()) -> dict[str, Any]:
+                request = pb.Request(rearrange=pb.Rearrange(endpoints=endpoints))
+                about: dict[str, Any] = json.loads(
+                    raise_if_error(channel.start(Frame(request), ASKS_S).result()).message.about
+                )
+                return about
+
+            for channel in channels:
+                try:
+                    told = tell(channel)
+                    if str(self._endpoint) in told["servers"]:  # a job that begins, and will come
+                        return False
+                    if not told["wanted"]:
+                        self._warn(told["refusal"])
+                        tell(channel, [*told["servers"], str(self._endpoint)])
+                    return True
+                except (TransportError, NotInitializedError):  # it is not there, or has no job
+                    continue
+                except FleetError as error:
+                    self._warn(str(error))
+                    return True
+        return False
+
+    def _warn(self, refusal: str) -> None:
+        if refusal and refusal != self._refusal:
+            _log.warning("%s: the job goes on without this server: %s", self._endpoint, refusal)
+        self._refusal = refusal
 
 
 @contextmanager
