@@ -3,26 +3,35 @@
     python benchmarks/needs.py [--check] [--quick] [--json FILE]
 
 A step's bytes and CPU seconds follow from how many distinct ids a batch has, how wide rows are, and how many dense
-parameters there are. Three models are worked out. With ``--check`` jobs of the click model of ctr.py run here, and what
-they cost stands beside what the arithmetic says; so do the bytes that jobs hand to their transport. docs/scaling.md
-explains both.
+parameters there are. Three models are worked out. With ``--check`` the bytes that jobs hand to their transport stand
+beside what the arithmetic says, and real jobs of the click model beside what ``fleet plan`` predicts of them.
+docs/scaling.md explains both.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
+import os
+import subprocess
+import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from in_process import run_job as run_in_process
-from measuring import Cost, end_like_an_exit, print_table, run_job, write_json
+from measuring import PROGRAMS, end_like_an_exit, print_table, write_json
 from meter import MeteredNetwork
 
 import fleet
 from fleet import Fleet
+from fleet.telemetry.forecast import Costs, Observed, Site, observed
+from fleet.telemetry.record import read_records
+
+CLICKS = PROGRAMS / "clicks.py"
 
 #: Microseconds of one core, measured on the machine of RESULTS.md: of the worker for a distinct id in a batch, there
 #: and back; of its servers for the same; of a server for the update of one dense parameter, and of a worker for the
@@ -144,9 +153,103 @@ def count_bytes(distinct: int, dim: int, width: int, steps: int = 5) -> tuple[fl
     return counted / steps, asked.bytes_up + asked.bytes_down
 
 
-def run_clicks(width: int, mode: str, processes: int, quick: bool) -> Cost:
-    work = {"mode": mode, "width": width, "batch": 1000, "warmup": 20, "steps": 40 if quick else 200}
-    return run_job("ours", work, workers=processes, servers=processes)
+@dataclass(frozen=True)
+class Script:
+    """``ours`` of peers/clicks.py, and the ``steps`` that each worker of a real job takes."""
+
+    mode: str
+    width: int
+    pause_ms: float
+    steps: int
+
+    @property
+    def name(self) -> str:
+        waiting = f", {self.pause_ms:g} ms for data" if self.pause_ms else ""
+        return f"3 x {self.width}, {self.mode}{waiting}"
+
+    def arguments(self, steps: int) -> list[str]:
+        return f"--mode {self.mode} --width {self.width} --pause_ms {self.pause_ms} --steps {steps}".split()
+
+
+#: With a pause workers are not in each other's way, as on machines of their own: what they wait for is servers.
+SCRIPTS = (
+    Script("sync", 32, 0, 1000),
+    Script("async", 32, 0, 1000),
+    Script("sync", 400, 0, 250),
+    Script("async", 400, 0, 250),
+    Script("sync", 32, 60, 200),
+    Script("async", 32, 60, 200),
+)
+SHAPES = ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4), (2, 4))
+#: What is predicted, and how it is called in ``fleet.telemetry.forecast.Observed``.
+PREDICTED = {
+    "steps/s": lambda seen: seen.workers / seen.step_s,
+    "sent": lambda seen: seen.sent_bytes,
+    "received": lambda seen: seen.received_bytes,
+    "worker": lambda seen: seen.worker_bytes,
+    "server": lambda seen: seen.server_bytes + seen.table_bytes / seen.servers,
+}
+
+
+def planned(script: Script, folder: Path, servers: int, workers: int, steps: float) -> dict[str, float]:
+    """What ``fleet plan`` predicts, of a sample that was taken before."""
+    told = json.loads((folder / "plan.json").read_text())
+    one, two = (Observed(**{**each, "growth": tuple(map(tuple, each["growth"]))}) for each in told["observed"])
+    costs = Costs(one, two, os.cpu_count() or 1)
+    site = Site(math.inf, 0.0, None if script.pause_ms else os.cpu_count())
+    said = costs.forecast(servers, workers, site, costs.rows_after(steps))
+    return dict(
+        zip(
+            PREDICTED,
+            (said.rate, said.sent_bytes, said.received_bytes, said.worker_bytes, said.server_bytes),
+            strict=True,
+        )
+    )
+
+
+def run_script(script: Script, folder: Path, servers: int, workers: int) -> Observed:
+    logs = folder / f"{servers}-{workers}"
+    command = ["run", "--server_num", str(servers), "--worker_num", str(workers), "--log_dir", str(logs)]
+    fleet_command(folder, *command, str(CLICKS), *script.arguments(script.steps))
+    seen = observed(read_records(logs))
+    assert seen is not None, "the job was too short"
+    return seen
+
+
+def fleet_command(folder: Path, *arguments: str) -> None:
+    with (folder / "said").open("ab") as said:
+        subprocess.run([sys.executable, "-m", "fleet", *arguments], check=True, stdout=said, stderr=said, timeout=600)
+
+
+def compare_plans(quick: bool) -> list[dict[str, Any]]:
+    """Samples and real jobs of some scripts, in turns."""
+    results = []
+    for script in SCRIPTS[:1] if quick else SCRIPTS:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            sample = ["--sample", str(script.steps // 2), "--json", str(folder / "plan.json")]
+            fleet_command(folder, "plan", str(CLICKS), *sample, "--", *script.arguments(10**6))
+            for servers, workers in SHAPES[2:4] if quick else SHAPES:
+                seen = run_script(script, folder, servers, workers)
+                said = planned(script, folder, servers, workers, seen.steps)
+                had = {name: of(seen) for name, of in PREDICTED.items()}
+                results.append(
+                    {"script": script.name, "servers": servers, "workers": workers, "had": had, "said": said}
+                )
+    print_table(
+        "What fleet plan predicts, as a part of what real jobs had",
+        ["script", "servers + workers", "steps/s", *PREDICTED],
+        [
+            [
+                each["script"],
+                f"{each['servers']} + {each['workers']}",
+                each["had"]["steps/s"],
+                *(each["said"][name] / each["had"][name] for name in PREDICTED),
+            ]
+            for each in results
+        ],
+    )
+    return results
 
 
 def check(quick: bool) -> dict[str, Any]:
@@ -157,20 +260,7 @@ def check(quick: bool) -> dict[str, Any]:
         ["distinct ids x dim, dense", "counted", "computed", "ratio"],
         [[f"{d} x {dim}, {dim * w + w}", int(had), said, had / said] for (d, dim, w), had, said in counted],
     )
-    widths = {32: 10_946} if quick else {32: 10_946, 400: 431_202}
-    modes = (("sync", 1),) if quick else (("sync", 1), ("async", 1), ("sync", 2), ("async", 2))
-    places = [(width, dense, mode, processes) for width, dense in widths.items() for mode, processes in modes]
-    rows, results = [], []
-    for width, dense, mode, processes in places:
-        model = Model("", 1000, 4_800, 10, dense, 0, 0, 0)
-        cost = run_clicks(width, mode, processes, quick)
-        steps = cost.examples / model.batch
-        worker, server = cost.worker_cpu_s / steps * 1e6, cost.server_cpu_s / steps * 1e6
-        computed = model.server_us + processes * SERVER_US_A_STEP
-        rows.append([f"3 x {width}, {mode}, {processes}+{processes}", worker, model.worker_us, server, computed])
-        results.append({"width": width, "mode": mode, "processes": processes, "cost": cost})
-    print_table("CPU microseconds of a step", ["job", "worker", "computed", "servers", "computed"], rows)
-    return {"bytes": counted, "jobs": results}
+    return {"bytes": counted, "plans": compare_plans(quick)}
 
 
 def main() -> None:

@@ -181,6 +181,7 @@ ONLY: dict[str, dict[str, str]] = {
         "launch/cli.py": "console",
         "launch/doctor.py": "console",
         "launch/env_report.py": "console",
+        "launch/plan_command.py": "console",
         "launch/replay_command.py": "console",
         "launch/replay_options.py": "console",
         "launch/report_command.py": "console",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 
+import numpy as np
 import torch
 from work import FEATURES, SLOTS, Work, clicks, vectors, vectors_and_ids
 
@@ -13,6 +14,10 @@ torch.set_num_threads(1)
 
 def batches(work: Work) -> list[tuple[torch.Tensor, ...]]:
     made = {"ctr": clicks, "dense": vectors, "both": vectors_and_ids}[work.model](work)
+    return as_tensors(made)
+
+
+def as_tensors(made: list[tuple[np.ndarray, ...]]) -> list[tuple[torch.Tensor, ...]]:
     return [tuple(map(torch.from_numpy, batch)) for batch in made]
 
 

@@ -232,6 +232,12 @@ def _doctor(argv: list[str], prog: str) -> int:
     return _observed(doctor, argv, prog)
 
 
+def _forecast(argv: list[str], prog: str) -> int:
+    from fleet.launch.plan_command import plan
+
+    return plan(argv, prog)
+
+
 def _report(argv: list[str], prog: str) -> int:
     from fleet.launch.report_command import report
 
@@ -250,6 +256,7 @@ def _observed(command: Callable[[list[str], str], int], argv: list[str], prog: s
 #: What ``fleet`` can do: a new subcommand is one entry.
 _COMMANDS: dict[str, tuple[str, Callable[[list[str], str], int]]] = {
     "run": ("start a job, or this machine's part of one (also: fleetrun)", _run),
+    "plan": ("predict what a script needs of servers and workers", _forecast),
     "server": ("run one parameter server, without a script", _serve),
     "servers": ("give a running job more servers, or fewer", _change_servers),
     "replica": ("follow a job, and answer look-ups of predictors", _replicate),

@@ -17,6 +17,7 @@ its group cannot hit a stranger.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import queue
 import select
@@ -91,9 +92,11 @@ def run(
     live: bool = False,
     stdout: int = 1,
     stderr: int = 2,
+    is_enough: Callable[[], bool] | None = None,
 ) -> int:
     """Run the plan to its end and return the exit code; when this returns or raises, nothing is left running. With
-    ``live`` the terminal at ``stdout`` shows how the job does below what its processes write."""
+    ``live`` the terminal at ``stdout`` shows how the job does below what its processes write. Once ``is_enough``, it is
+    ended as SIGTERM would end it."""
     events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
     began = time.monotonic()
     watch = Watch(plan, grace_s=grace_s, log_dir=str(log_dir), max_restarts=max_restarts)
@@ -129,7 +132,7 @@ def run(
             for spec in plan.processes:
                 start(spec, "wb")
             while not watch.done:
-                event, effects = _next_effects(watch, events, children, record_dir, plan.job_id)
+                event, effects = _next_effects(watch, events, children, record_dir, plan.job_id, is_enough)
                 if isinstance(event, _Exited):
                     chronicle.write(event.process.name, how_ended(event.returncode))
                     if view is not None:
@@ -411,13 +414,21 @@ def _report_exit(child: _Child, events: queue.SimpleQueue[_Event]) -> None:
 
 
 def _next_effects(
-    watch: Watch, events: queue.SimpleQueue[_Event], children: Mapping[str, _Child], record_dir: Path, job_id: str
+    watch: Watch,
+    events: queue.SimpleQueue[_Event],
+    children: Mapping[str, _Child],
+    record_dir: Path,
+    job_id: str,
+    is_enough: Callable[[], bool] | None,
 ) -> tuple[_Event | None, list[Effect]]:
     """Wait for the next event, if any comes in time, and return what is to be done about it."""
-    timeout = None if watch.deadline is None else max(0.0, watch.deadline - time.monotonic())
+    until_deadline = math.inf if watch.deadline is None else max(0.0, watch.deadline - time.monotonic())
+    timeout = min(until_deadline, math.inf if is_enough is None else _LOOK_S)
     try:
-        event = events.get(timeout=timeout)
+        event = events.get(timeout=None if timeout == math.inf else timeout)
     except queue.Empty:
+        if is_enough is not None and watch.deadline is None and is_enough():
+            return None, watch.interrupted(signal.SIGTERM, time.monotonic())
         return None, watch.elapsed(time.monotonic())
     if isinstance(event, _Signalled):
         return event, watch.interrupted(event.signum, time.monotonic())

@@ -30,15 +30,15 @@ def cells(row: Row, names: Sequence[str] = ()) -> tuple[str, ...]:
     return (
         row.process,
         _NOTHING if row.step is None else str(row.step),
-        _number(row.steps_a_second),
-        _number(row.examples_a_second),
+        shown_number(row.steps_a_second),
+        shown_number(row.examples_a_second),
         _value(row.loss),
         *(_value(row.reported.get(name)) for name in names),
-        _number(row.staleness),
+        shown_number(row.staleness),
         _NOTHING if row.queue is None else str(row.queue),
-        _bytes(row.sent_a_second),
-        _bytes(row.received_a_second),
-        _bytes(row.memory),
+        shown_bytes(row.sent_a_second),
+        shown_bytes(row.received_a_second),
+        shown_bytes(row.memory),
         row.note,
     )
 
@@ -51,8 +51,8 @@ def with_heads(shown: Sequence[Row]) -> list[tuple[str, ...]]:
 
 def title(shown: Sequence[Row]) -> str:
     speed = total_speed(shown)
-    steps = f"{_number(speed.steps)} {speed.unit}/s"
-    return f"{steps}, {_number(speed.examples)} examples/s" if speed.examples else steps
+    steps = f"{shown_number(speed.steps)} {speed.unit}/s"
+    return f"{steps}, {shown_number(speed.examples)} examples/s" if speed.examples else steps
 
 
 def with_table_heads(shown: Sequence[TableRow]) -> list[tuple[str, ...]]:
@@ -67,11 +67,11 @@ def _table_cells(row: TableRow) -> tuple[str, ...]:
     return (
         row.name,
         *map(count, ("rows", "in_memory", "on_disk")),
-        _bytes(row.figures["bytes"]),
-        _bytes(row.figures["disk_bytes"]),
+        shown_bytes(row.figures["bytes"]),
+        shown_bytes(row.figures["disk_bytes"]),
         f"{row.hit_rate:.1%}",
-        _bytes(row.a_step("read_bytes")),
-        _bytes(row.a_step("written_bytes")),
+        shown_bytes(row.a_step("read_bytes")),
+        shown_bytes(row.a_step("written_bytes")),
         *map(count, ("pending", "evicted", "dropped_gradients")),
     )
 
@@ -79,11 +79,11 @@ def _table_cells(row: TableRow) -> tuple[str, ...]:
 def plain(shown: Sequence[Row], tables: Sequence[TableRow] = ()) -> str:
     """Return the tables as text: columns side by side, numbers to the right."""
     lines = with_heads(shown)
-    text = _aligned(lines, (0, len(lines[0]) - 1))
-    return f"{text}\n\n{_aligned(with_table_heads(tables), (0,))}" if tables else text
+    text = aligned(lines, (0, len(lines[0]) - 1))
+    return f"{text}\n\n{aligned(with_table_heads(tables), (0,))}" if tables else text
 
 
-def _aligned(lines: Sequence[tuple[str, ...]], to_the_left: Sequence[int]) -> str:
+def aligned(lines: Sequence[tuple[str, ...]], to_the_left: Sequence[int]) -> str:
     widths = _widths(lines)
 
     def laid_out(line: tuple[str, ...]) -> str:
@@ -105,7 +105,7 @@ def rich_tables(of: Sequence[Row], tables: Sequence[TableRow], width: int, heigh
     room = height - _FRAME - len(of) - 2  # a line between, and the heads
     if not tables or room < 1:
         return above
-    below = _aligned(with_table_heads(sorted(tables, key=lambda row: row.hit_rate)[:room]), (0,))
+    below = aligned(with_table_heads(sorted(tables, key=lambda row: row.hit_rate)[:room]), (0,))
     return Group(above, Text(""), Text(below, no_wrap=True, overflow="ellipsis"))
 
 
@@ -171,7 +171,7 @@ def _widths(lines: Sequence[tuple[str, ...]]) -> list[int]:
     return [max(map(len, column)) for column in zip(*lines, strict=True)]
 
 
-def _number(value: float | None) -> str:
+def shown_number(value: float | None) -> str:
     """Return a number with three digits that count; large ones in full."""
     if value is None:
         return _NOTHING
@@ -184,7 +184,7 @@ def _value(value: float | None) -> str:
     return _NOTHING if value is None else f"{value:.4g}"
 
 
-def _bytes(value: float | None) -> str:
+def shown_bytes(value: float | None) -> str:
     if value is None:
         return _NOTHING
     for unit in ("B", "kB", "MB", "GB"):
