@@ -334,6 +334,43 @@ def test_what_a_script_changes_by_itself_is_followed() -> None:
     assert_same(followed, job.results[0])
 
 
+class Other(Model):
+    """Lacks a table, or has it otherwise."""
+
+    def __init__(self, change: str) -> None:
+        super().__init__()
+        if change == "fewer":
+            del self.open
+        elif change == "mean":
+            self.open = fleet.nn.Embedding(None, DIM, initializer="constant(5.0)")
+        else:
+            self.dense = torch.nn.Parameter(torch.zeros(8))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        rows = [self.open(ids).sum()] if hasattr(self, "open") else []
+        return -sum([self.known(ids).sum(), self.dense.sum(), *rows], torch.zeros(()))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [("fewer", "'open.weight' is not there"), ("mean", "'open.weight' is .*5.0"), ("shape", "'dense' is .*8,")],
+)
+def test_another_job_at_the_same_servers_is_refused_by_name(change: str, told: str) -> None:
+    """Its rows and dense values would come into a model of the former one's."""
+    job = Job(trains(), 1, 2)
+    threads = job.start()
+    with closing(source_of(job)) as source:
+        Followed(source).to_the_end()
+        job.join(threads)
+        other = Job(trains(steps=400, make=lambda: Other(change)), 1, 2, network=job.network)
+        threads = other.start()
+        source._over = {}  # as after kill -9, of which nobody is told
+        with pytest.raises(PlanMismatchError, match=f"a job with another model.*{told}"):
+            until(lambda: source.next(0.2) is not None and False)
+    other.join(threads)
+    assert other.errors == {}
+
+
 def test_parameters_that_come_later_come_to_a_follower() -> None:
     def body(made: Fleet, index: int) -> Any:
         model = Net()

@@ -38,7 +38,7 @@ from fleet.errors import (
     StateError,
     UnsupportedError,
 )
-from fleet.serving import Follower, checkpoint_source, follow
+from fleet.serving import Follower, checkpoint_source, follow, readers
 from fleet.serving.followed_model import FollowedModel
 from fleet.serving.readers import Readers
 from fleet.serving.source import Piece, RowChanges, SourceDescription, TableDescription, Update
@@ -431,6 +431,43 @@ def test_a_copy_of_a_model_stays_as_it_is(following: Any) -> None:
     assert set(model.bag.weight.detach().flatten().tolist()) == {2.0}
 
 
+def replaced_by_a_state(model: Any) -> None:
+    model.load_state_dict(
+        {name: value.clone() for name, value in model.dense.state_dict(prefix="dense.").items()},
+        strict=False,
+        assign=True,
+    )
+
+
+def replaced_table(model: Any) -> None:
+    model.open = fleet.nn.Embedding(None, DIM)
+
+
+def replaced_plain(model: Any) -> None:
+    model.plain = torch.nn.Embedding(CLOSED, DIM)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (replaced_by_a_state, "'dense.weight' of the model is not what was followed.*got another in its place"),
+        (replaced_table, "'open.weight' of the model is not what was followed.*got another in its place"),
+        (replaced_plain, "'plain.weight' of the model is not what was followed.*got another in its place"),
+        (lambda model: model.dense.half(), "'dense.weight' .*expected the same parameter, of float32; got float16"),
+        (lambda model: model.plain.double(), "'plain.weight' .*expected the same parameter, of float32; got float64"),
+    ],
+    ids=["a state", "a table", "a module", "half", "double"],
+)
+def test_a_model_with_other_parameters_is_followed_no_more(following: Any, change: Any, told: str) -> None:
+    """It would be a mixture of what it was and what comes."""
+    model, source, follower = following()
+    change(model)
+    source.give(2)
+    with pytest.raises(StateError, match=told):
+        follower.wait(2, PATIENCE_S)
+    assert follower.version == 1
+
+
 def test_a_model_made_in_inference_mode_can_follow(following: Any) -> None:
     with torch.inference_mode():
         model = torch.nn.Module()
@@ -593,6 +630,35 @@ def test_a_version_that_a_source_has_not_is_refused(following: Any) -> None:
     assert source.closed.is_set()
     with pytest.raises(StateError, match="pinned to version 1"):
         follower.wait(2, PATIENCE_S)
+
+
+def test_threads_may_fork_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that comes to it while another lets go of what it held has to wait, and lets go of its own."""
+    kept = [Readers(), Readers()]
+    let_go = Readers.after_fork
+
+    def slowly(of: Readers) -> None:
+        let_go(of)
+        time.sleep(0.05)
+
+    monkeypatch.setattr(Readers, "after_fork", slowly)
+    failures: list[BaseException] = []
+
+    def fork() -> None:
+        try:
+            readers._before_fork()
+            readers._after_fork(in_child=False)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=fork) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert failures == []
+    assert not any(thread.is_alive() for thread in threads)
+    assert all(each._condition.acquire(blocking=False) for each in kept)
 
 
 def test_readers_forget_threads_that_are_gone() -> None:
@@ -781,6 +847,45 @@ def test_a_damaged_checkpoint_is_named_and_a_later_one_is_taken(
         put(saved, root, 4)
         follower.wait(4, PATIENCE_S)
         assert torch.equal(shows(model), saved[1][4])
+
+
+def test_what_goes_on_from_a_damaged_one_is_left_alone_with_it(
+    saved: Any, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long an attempt takes: else each of its deltas would be tried again before an older one."""
+    from fleet.checkpoint import inspection
+
+    put(saved, root, 1, 2, 3, 4, 5, 6)
+    damage(root, 4)
+    tried: list[str] = []
+    checked = inspection.checked
+
+    def slowly(place: Any, piece: Any, of: Any) -> Any:
+        tried.append(Path(of.where).name)
+        if Path(of.where).name == name_of(4):
+            time.sleep(0.6)
+        return checked(place, piece, of)
+
+    monkeypatch.setattr(inspection, "checked", slowly)
+    monkeypatch.setattr(checkpoint_source, "_FIRST_PAUSE_S", 1.2)
+    model = Small()
+    with follow(model, root, poll_s=0.02) as follower:
+        assert follower.version == 3
+        assert torch.equal(shows(model), saved[1][3])
+    assert {name_of(5), name_of(6)} - {*tried}, "one of them was tried for all that need it"
+
+
+def test_an_age_grows_where_all_checkpoints_are_gone(saved: Any, root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    put(saved, root, 1)
+    with follow(Small(), root, poll_s=0.02) as follower:
+        until(lambda: follower.age_s < 0.1)
+        shutil.rmtree(root)
+        until(lambda: follower.age_s > 0.5)
+        assert follower.version == 1
+        assert caplog.text.count("has no checkpoints any more; version 1 stays") == 1
+        root.mkdir()
+        put(saved, root, 4)
+        follower.wait(4, PATIENCE_S)
 
 
 def test_a_follower_begins_with_the_newest_that_is_whole(saved: Any, root: Path) -> None:

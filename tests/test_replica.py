@@ -671,6 +671,42 @@ def test_a_replica_that_is_left_behind_is_left(served: Served, monkeypatch: pyte
         assert is_of(remote, 3)
 
 
+def test_a_replica_that_is_left_behind_is_left_for_a_job_that_began_anew(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose version is an earlier one."""
+    monkeypatch.setattr("fleet.serving.replica_pool._LOOK_AROUND_S", 0.01)
+    stale = served.start(source=FakeSource(version=9))
+    with RemoteModel(Net(), [stale], poll_s=0.01) as before:
+        assert is_of(before, 9)
+    fresh = served.start(source=FakeSource(version=3))
+    with RemoteModel(Net(), [stale, fresh], poll_s=0.01) as remote:
+        served.running[stale][1].heard_at -= 60
+        until(lambda: remote.version == 3)
+        assert is_of(remote, 3)
+        assert remote.age_s < 5
+
+
+def test_predictors_that_come_at_once_wait_for_each_other(
+    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A replica that has no time for one of them has not failed."""
+    endpoint = served.start()
+    replica = served.running[endpoint][0]
+    with RemoteModel(Net(), [endpoint], poll_s=0.01) as remote:
+        taken = 0
+        while replica._streams.acquire(blocking=False):
+            taken += 1
+        served.give(2)
+        time.sleep(0.2)
+        assert is_of(remote, 1)
+        for _ in range(taken):
+            replica._streams.release()
+        remote.wait(2, PATIENCE_S)
+        assert is_of(remote, 2)
+    assert "does not answer" not in caplog.text
+
+
 def test_when_all_are_lost_the_error_names_them_and_how_long_it_was_tried(served: Served) -> None:
     endpoints = [served.start(), served.start()]
     with RemoteModel(Net(), endpoints, deadline_s=0.5) as remote:

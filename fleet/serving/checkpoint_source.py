@@ -59,6 +59,8 @@ class CheckpointSource:
         self._next_look_at = self._looked_again_at = self._clock.now()
         #: by place: the pause of what could not be read, its end, and why
         self._broken: dict[str, tuple[float, float, CheckpointError]] = {}
+        #: whether there was nothing at all when it was last looked
+        self._is_missed = False
 
     @property
     def where(self) -> str:
@@ -116,8 +118,7 @@ class CheckpointSource:
 
     def _opened(self, step: int) -> Checkpoint | None:
         place = self._root.within(series.name_of(step))
-        _, until, _ = self._broken.get(place.url, (0.0, 0.0, None))
-        if self._clock.now() < until:
+        if self._rests(place.url):
             return None
         try:
             found = series.opened(place)
@@ -127,10 +128,15 @@ class CheckpointSource:
                     where=place.url,
                     got=f"step {found.manifest.version}",
                 )
-            return found
+            # One that goes on from what is damaged is no better.
+            return None if found is None or any(self._rests(each.place.url) for each in found.lineage()) else found
         except CheckpointError as error:
             self._set_aside(place.url, error)
             return None
+
+    def _rests(self, url: str) -> bool:
+        """Say whether a checkpoint could not be read a moment ago."""
+        return url in self._broken and self._clock.now() < self._broken[url][1]
 
     def _set_aside(self, url: str, error: CheckpointError) -> None:
         """Leave alone for a while what cannot be read."""
@@ -191,8 +197,11 @@ class CheckpointSource:
                 raise next(iter(self._broken.values()))[2].again()
             return
         there = {self._root.within(series.name_of(step)).url for step in series.steps_in(self._root)}
+        if not there and not self._is_missed:
+            _log.warning("%s has no checkpoints any more; version %d stays", self.where, self._taken.manifest.version)
+        self._is_missed = not there
         self._broken = {url: told for url, told in self._broken.items() if url in there}
-        if not self._broken:
+        if there and not self._broken:
             self._heard_at = now
 
     def _update(self, found: Checkpoint, now: float) -> Update:
@@ -210,18 +219,20 @@ class CheckpointSource:
         return Update(found.manifest.version, whole, self._pieces(found, new, now))
 
     def _pieces(self, found: Checkpoint, new: list[Checkpoint], now: float) -> Iterator[Piece]:
+        read = found
         try:
             for parameter in inspection.parameters(found):
                 yield Piece({parameter.spec.name: parameter.value})
             if beside := inspection.buffers(found):
                 yield Piece(beside)
-            for each in new:
-                yield from _rows(each)
+            for read in new:
+                yield from _rows(read)
         except CheckpointError as error:
-            self._set_aside(found.place.url, error)
+            self._set_aside(read.place.url, error)
             raise
         self._taken, self._heard_at, self._looked_again_at = found, now, now
-        self._broken.pop(found.place.url, None)
+        for each in new:
+            self._broken.pop(each.place.url, None)
 
 
 def _rows(checkpoint: Checkpoint) -> Iterator[Piece]:

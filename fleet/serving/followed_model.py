@@ -49,6 +49,7 @@ class FollowedModel:
         self._readers = Readers()
         self._is_closed = False
         self._hooks: list[Any] = []
+        self._description = SourceDescription({}, {})
         self._tables: Mapping[str, TableDescription] = {}
         #: what is written to, by its name in the job
         self._dense: dict[str, torch.Tensor] = {}
@@ -62,7 +63,7 @@ class FollowedModel:
 
     def fit(self, source: SourceDescription) -> None:
         named = self._checked_names(source)
-        self._tables = source.tables
+        self._description, self._tables = source, source.tables
         self._dense = {name: named[name] for name in source.dense}
         for name, table in source.tables.items():
             handle = handle_of(named[name])
@@ -120,7 +121,27 @@ class FollowedModel:
         """Return room for all rows that are kept beside the model."""
         return {name: KeptRows(name, self._tables[name]) for name in self._handles}
 
+    def _refuse_replaced(self) -> None:
+        """Raise if the model has other parameters than those that are written to, which would stay as they are."""
+        named = dict(_plainly_named(self._model))
+        written = {**self._dense, **{name: plain.weight for name, plain in self._plain.items()}}
+        dtypes = {name: dtype for name, (_, dtype) in self._description.dense.items()}
+        dtypes |= {name: table.dtype for name, table in self._description.tables.items()}
+        replaced = [name for name, value in written.items() if named.get(name, value) is not value]
+        replaced += [
+            name for name, handle in self._handles.items() if name in named and handle_of(named[name]) is not handle
+        ]
+        others = {name: value.dtype for name, value in written.items() if value.dtype != dtypes[name]}
+        for name in [*replaced, *others]:
+            raise StateError(
+                f"{name!r} of the model is not what was followed",
+                expected=f"the same parameter, of {_said(dtypes[name])}",
+                got="another in its place" if name in replaced else _said(others[name]),
+                todo="Change a model before follow() is called; or close() its Follower, and follow it anew.",
+            )
+
     def _publish(self, draft: Draft) -> bool:
+        self._refuse_replaced()
         devices = {value.device for value in self._written() if value.device.type != "cpu"}
         with self._readers.alone() as may:
             if not may:
@@ -253,7 +274,7 @@ class Draft:
     def add(self, piece: Piece) -> None:
         for name, values in piece.dense.items():
             place = self._holder._dense.get(name)
-            if place is None or place.shape != values.shape or place.dtype != values.dtype:
+            if place is None or (tuple(values.shape), values.dtype) != self._holder._description.dense[name]:
                 raise _misfit(name)
             self.dense[name] = values.to(place.device)
         for name, changes in piece.rows.items():

@@ -177,10 +177,13 @@ def _is_on_stack(call: FrameType, stack: FrameType | None) -> bool:
     return stack is call
 
 
+#: Threads may fork at once: each in its turn.
+_forks = threading.Lock()
 _held: list[Readers] = []
 
 
 def _before_fork() -> None:
+    _forks.acquire()
     for readers in list(_live):
         readers.before_fork()
         _held.append(readers)
@@ -190,6 +193,7 @@ def _after_fork(in_child: bool) -> None:
     while _held:
         readers = _held.pop()
         readers.after_fork_in_child() if in_child else readers.after_fork()
+    _forks.release()
 
 
 def _register(**when: Any) -> None:

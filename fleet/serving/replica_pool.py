@@ -19,7 +19,14 @@ import torch
 
 from fleet.base.clock import Clock, Wait
 from fleet.base.cluster import Endpoint
-from fleet.errors import AuthenticationError, DeadlineError, FleetError, PlanMismatchError, ProtocolError
+from fleet.errors import (
+    AuthenticationError,
+    DeadlineError,
+    FleetError,
+    PlanMismatchError,
+    ProtocolError,
+    ServerBusyError,
+)
 from fleet.numeric.jit import Ids
 from fleet.ps.wire.plain_service import PlainChannel
 from fleet.ps.wire.small_calls import MOST_ANSWERED, Door, SmallCallChannel
@@ -33,7 +40,8 @@ _log = logging.getLogger("fleet.serving")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 #: The replicas that are not bound to are looked at so often.
 _LOOK_AROUND_S = 1.0
-#: One that is older by more than this is left for one that has a later version.
+#: One that is older by more than this is left for one that has another version, which is an earlier one where the job
+#: has begun anew.
 _OLDER_S = 2.0
 #: Dense parameters come at least so fast.
 _BYTES_A_SECOND = 10e6
@@ -211,6 +219,8 @@ class PoolSource:
                     state = self._look(replica)
                     if not self._is_bound_to(replica, state):
                         return self._update(replica)
+                except ServerBusyError:  # it is there, and others were first
+                    break
                 except (TransportError, FleetError) as error:
                     self._fail(replica, str(error))
                     continue
@@ -251,7 +261,8 @@ class PoolSource:
                     except (TransportError, FleetError) as error:
                         self._fail(each, str(error))
         there = self._rested()
-        there.sort(key=lambda each: -1 if each.state is None else each.state.version, reverse=True)
+        youngest_s = min((each.state.age_s for each in there if each.state is not None), default=0.0)
+        there.sort(key=lambda each: _rank(each, youngest_s + _OLDER_S), reverse=True)
         if current in there and not self._is_left_behind(current, there):
             there.remove(current)
             there.insert(0, current)
@@ -265,7 +276,7 @@ class PoolSource:
     def _is_left_behind(self, current: _Replica, others: Sequence[_Replica]) -> bool:
         mine = current.state
         return mine is not None and any(
-            each.state.version > mine.version and mine.age_s > each.state.age_s + _OLDER_S
+            each.state.version != mine.version and mine.age_s > each.state.age_s + _OLDER_S
             for each in others
             if each.state is not None and not each.trouble
         )
@@ -413,6 +424,12 @@ class PoolSource:
 
     def _pause(self, seconds: float) -> None:
         self._wake.wait(seconds)
+
+
+def _rank(replica: _Replica, oldest_s: float) -> tuple[bool, int]:
+    """Return by what replicas are put in order: those that are not old, and of these the ones with later versions."""
+    state = replica.state
+    return (False, -1) if state is None else (state.age_s <= oldest_s, state.version)
 
 
 def _described(told: pb.Description, where: Endpoint) -> Described:

@@ -29,6 +29,7 @@ from fleet.errors import (
     ConfigurationError,
     DeadlineError,
     FleetError,
+    PlanMismatchError,
     ProtocolError,
     ServerBusyError,
     ServerLostError,
@@ -42,7 +43,7 @@ from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.transport import Call, Channel, Network, TransportError
 from fleet.ps.wire.wire_errors import raise_if_error
-from fleet.serving.source import Piece, RowChanges, SourceDescription, TableDescription, Update
+from fleet.serving.source import Piece, RowChanges, SourceDescription, TableDescription, Update, differences
 
 #: A question that has no answer after so long is asked again.
 _PATIENCE_S = 10.0
@@ -97,6 +98,7 @@ class ServerSource:
         self._startup_s, self._poll_s = startup_s, poll_s
         self._incarnation = secrets.randbits(64)
         self._plan: Plan | None = None
+        self._described: SourceDescription | None = None
         self._layouts: list[DenseLayout] = []
         self._flats: list[dict[str, torch.Tensor]] = []
         self._progress = _Progress([0 for _ in endpoints])
@@ -120,16 +122,8 @@ class ServerSource:
                 self._wait_for_a_model(until, str(error))
             except (TransportError, ServerBusyError, ServerLostError) as error:
                 self._wait_for_a_model(until, str(error))
-        spec = self._plan.spec
-        return SourceDescription(
-            {param.name: (param.shape, getattr(torch, param.dtype)) for param in spec.params},
-            {
-                table.name: TableDescription(
-                    table.dim, table.num_embeddings, table.initializer.mean, getattr(torch, table.dtype)
-                )
-                for table in spec.tables
-            },
-        )
+        self._described = _description(self._plan.spec)
+        return self._described
 
     def next(self, timeout_s: float) -> Update | None:
         """Return what leads on from the last update whose pieces were read to their end, or None if there is nothing
@@ -200,6 +194,13 @@ class ServerSource:
         if len({reply.message.about for reply in replies.values()}) > 1:
             raise ServerLostError("the servers do not have the same parameters yet")
         plan = make_plan(JobSpec.from_json(replies[0].message.about))
+        if self._described is not None and (differing := differences(self._described, _description(plan.spec))):
+            raise PlanMismatchError(
+                "the servers have a job with another model than the one that was followed",
+                where=", ".join(map(str, self._endpoints)),
+                got=differing,
+                todo="Follow it with a model that is built like it.",
+            )
         self._layouts = [dense_layout(plan, server) for server in range(count)]
         self._flats = [
             {dtype: torch.zeros(size, dtype=getattr(torch, dtype)) for dtype, size in layout.sizes.items()}
@@ -410,6 +411,18 @@ class ServerSource:
             server: self._channels[server].start(Frame(request), _PATIENCE_S) for server, request in requests.items()
         }
         return {server: raise_if_error(call.result()) for server, call in calls.items()}
+
+
+def _description(spec: JobSpec) -> SourceDescription:
+    return SourceDescription(
+        {param.name: (param.shape, getattr(torch, param.dtype)) for param in spec.params},
+        {
+            table.name: TableDescription(
+                table.dim, table.num_embeddings, table.initializer.mean, getattr(torch, table.dtype)
+            )
+            for table in spec.tables
+        },
+    )
 
 
 class _Pace:

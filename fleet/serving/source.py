@@ -15,6 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+#: So many differences of two models are told one by one.
+_MOST_TOLD = 5
+
 
 @dataclass(frozen=True)
 class TableDescription:
@@ -33,6 +36,19 @@ class SourceDescription:
 
     dense: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     tables: Mapping[str, TableDescription]
+
+
+def differences(before: SourceDescription, now: SourceDescription) -> str:
+    """Return in words what a source that came in the place of another lacks, or has otherwise; empty if it is all
+    there. A job may be given more parameters while it runs."""
+    told = []
+    for had, has in ((before.dense, now.dense), (before.tables, now.tables)):
+        told += [f"{name!r} is not there" for name in had.keys() - has.keys()]
+        told += [
+            f"{name!r} is {has[name]}, not {had[name]}" for name in had.keys() & has.keys() if has[name] != had[name]
+        ]
+    shown = sorted(told)[:_MOST_TOLD]
+    return "; ".join([*shown, f"{len(told) - len(shown)} more"] if len(shown) < len(told) else shown)
 
 
 @dataclass(frozen=True, eq=False)

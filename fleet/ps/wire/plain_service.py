@@ -173,6 +173,10 @@ class PlainChannel:
             return AuthenticationError(f"{self.endpoint} refuses this process: {told}")
         if code is grpc.StatusCode.INVALID_ARGUMENT:
             return ProtocolError(f"{self.endpoint} refuses a request: {told}")
+        if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return ServerBusyError(f"{self.endpoint} has no time now: {told}")
+        if code is grpc.StatusCode.UNIMPLEMENTED:
+            return TransportError(f"what listens there is no such service ({told})")
         # A server that was never reached may be up and not let us in, which gRPC does not tell apart.
         if code is grpc.StatusCode.UNAVAILABLE and not self._answered:
             why = why_no_handshake(self.endpoint, self._security.tls)
