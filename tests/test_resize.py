@@ -35,6 +35,7 @@ from fleet.errors import (
     FleetError,
     JobAbortedError,
     MissedError,
+    PlanMismatchError,
     ServerLostError,
     ServersMovedError,
     StateError,
@@ -672,6 +673,259 @@ def test_a_worker_that_has_heard_of_a_move_may_leave(servers: list[int]) -> None
         has_left.set()
 
     Resized(body, [0, 1], servers, environ=BEATING).run()
+
+
+@pytest.mark.parametrize("mode", [None, "async"])
+@pytest.mark.parametrize("lists", [[[0], [0, 1], [0]], [[0, 1], [1, 0], [0, 1]]], ids=["one", "two"])
+def test_a_worker_that_computes_while_a_job_comes_back_goes_along(lists: list[list[int]], mode: str | None) -> None:
+    """To the same servers, which are another arrangement; no heartbeat has told it of what was between."""
+    goes_on = threading.Event()
+
+    def body(fleet: Fleet, worker: int, moves: Sequence[Sequence[int]] = tuple(lists[1:])) -> Any:
+        model = constant()
+        strategy = None if mode is None else MODES[mode]()
+        optimizer = fleet.distributed_optimizer(OPTIMIZERS["adagrad"](model), strategy, model=model)
+        fleet.init_worker()
+        for step in range(6):
+            if step == 3 and worker == 0:
+                for numbers in moves:
+                    fleet.resize_servers(names(numbers))
+                goes_on.set()
+            if step == 3:
+                assert goes_on.wait(PATIENCE_S)
+            optimizer.minimize(model())
+        fleet.barrier_worker()
+        return fleet.state_dict(model)
+
+    quiet = {**PATIENT, "FLEET_HEARTBEAT_S": "5"}
+    results = Resized(body, lists[0], lists[1], environ=quiet).run()
+    expected = Job(functools.partial(body, moves=()), 2, len(lists[0])).run()
+    for got, wanted in zip(results, expected, strict=True):
+        for name, value in wanted.items():
+            torch.testing.assert_close(got[name], value, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("mode", [None, "async"])
+def test_a_worker_that_fails_before_it_goes_over_ends_the_job(mode: str | None) -> None:
+    """Where the job is, and not only where it was."""
+    moved = threading.Event()
+
+    def body(fleet: Fleet, worker: int) -> None:
+        model = constant()
+        strategy = None if mode is None else MODES[mode]()
+        optimizer = fleet.distributed_optimizer(OPTIMIZERS["adagrad"](model), strategy, model=model)
+        fleet.init_worker()
+        optimizer.minimize(model())
+        if worker == 1:
+            assert moved.wait(PATIENCE_S)
+            raise ValueError("a mistake of the script")
+        fleet.resize_servers(names([1]))
+        moved.set()
+        while True:
+            optimizer.minimize(model())
+
+    job = Resized(body, [0], [1], environ={**PATIENT, "FLEET_HEARTBEAT_S": "5"})
+    job.end(job.start())
+    assert isinstance(job.errors["worker 1"], ValueError)
+    assert "a mistake of the script" in str(job.errors["worker 0"]), "and not that worker 1 is silent"
+
+
+def calling(what: str, tmp_path: Path) -> Callable[[Fleet, torch.nn.Module, Any], object]:
+    """Return a call that a script may make at any time."""
+
+    def prefetching(fleet: Fleet, model: Any, optimizer: Any) -> None:
+        for ids in fleet.prefetch([IDS_HERE] * 3, lambda ids: {model.rows: ids}, depth=1, device="cpu"):
+            optimizer.minimize(model(ids))
+
+    return {
+        "state_dict": lambda fleet, model, _: fleet.state_dict(model),
+        "whole": lambda _fleet, model, _: model.rows.weight,
+        "save": lambda fleet, model, _: fleet.save_inference_model(str(tmp_path / "model"), model, (IDS_HERE,)),
+        "load": lambda fleet, model, _: model.load_state_dict(fleet.state_dict(model)),
+        "summary": lambda fleet, _model, _: fleet.summary(),
+        "prefetch": lambda fleet, model, optimizer: prefetching(fleet, model, optimizer),
+        "evaluate": lambda _fleet, model, _: model.eval()(IDS_HERE),
+    }[what]
+
+
+IDS_HERE = torch.arange(6)
+
+
+class Rows(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = fleet_package.nn.Embedding(20, 3)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.rows(ids).square().mean()
+
+
+@pytest.mark.parametrize("what", ["state_dict", "whole", "save", "load", "summary", "prefetch", "evaluate"])
+@pytest.mark.parametrize("mode", [None, "async"])
+def test_any_call_of_a_worker_goes_over(what: str, mode: str | None, tmp_path: Path) -> None:
+    """The first that it makes after the job has moved, of which it has not heard."""
+    goes_on = threading.Event()
+
+    def body(fleet: Fleet, worker: int) -> None:
+        model = Rows()
+        strategy = None if mode is None else MODES[mode]()
+        optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), strategy, model=model)
+        fleet.init_worker()
+        optimizer.minimize(model(IDS_HERE))
+        if worker == 0:
+            fleet.resize_servers(names([1, 2]))
+            goes_on.set()
+        assert goes_on.wait(PATIENCE_S)
+        if worker == 1 or what in ("save", "load", "prefetch"):
+            calling(what, tmp_path)(fleet, model, optimizer)
+        optimizer.minimize(model(IDS_HERE))
+        fleet.barrier_worker()
+
+    job = Resized(body, [0], [1, 2], environ={**PATIENT, "FLEET_HEARTBEAT_S": "5"})
+    job.run()
+    assert job.errors == {}
+
+
+def test_a_later_move_to_the_same_list_is_another_one() -> None:
+    """Whichever worker asks for it, in modes without steps of all."""
+    turns = [threading.Event(), threading.Event()]
+    found = {}
+
+    def body(fleet: Fleet, worker: int) -> None:
+        model = constant()
+        optimizer = fleet.distributed_optimizer(OPTIMIZERS["adagrad"](model), MODES["async"](), model=model)
+        fleet.init_worker()
+        optimizer.minimize(model())
+        if worker == 0:
+            fleet.resize_servers(names([0, 1]))
+            fleet.resize_servers(names([0, 2]))
+            turns[0].set()
+            assert turns[1].wait(PATIENCE_S)
+        else:
+            assert turns[0].wait(PATIENCE_S)
+            fleet.resize_servers(names([0, 3]))
+            found[worker] = fleet.server_endpoints()
+            turns[1].set()
+        optimizer.minimize(model())
+        fleet.barrier_worker()
+        found[worker] = fleet.server_endpoints()
+
+    job = Resized(body, [0], [0, 1, 2, 3], environ=BEATING)
+    job.lists = {"server1:1": names([0, 1]), "server2:1": names([0, 2]), "server3:1": names([0, 3])}
+    job.run()
+    assert found == {0: names([0, 3]), 1: names([0, 3])}
+
+
+class Renaming:
+    """Is a network in which a server is known by another name as well."""
+
+    def __init__(self) -> None:
+        self._inner = LoopbackNetwork()
+
+    def listen(self, endpoint: Endpoint, handler: Any) -> Any:
+        return self._inner.listen(endpoint, handler)
+
+    def connect(self, endpoint: Endpoint) -> Any:
+        return self._inner.connect(Endpoint("server1", 1) if endpoint.host == "another-name" else endpoint)
+
+
+def test_one_server_under_two_names_is_refused_before_anything_moves() -> None:
+    """It would take one half of the rows for all."""
+    goes_on = threading.Event()
+
+    def body(fleet: Fleet, worker: int) -> Any:
+        model = Rows()
+        optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+        fleet.init_worker()
+        optimizer.minimize(model(IDS_HERE))
+        assert goes_on.wait(PATIENCE_S)
+        with pytest.raises(PlanMismatchError, match="one server is in the list under two names"):
+            fleet.resize_servers(["server1:1", "another-name:1"])
+        optimizer.minimize(model(IDS_HERE))
+        return fleet.server_endpoints()
+
+    job = Resized(body, [0], [0], workers=1, network=Renaming(), environ=BEATING)
+    threads = job.start()
+    joiner = Joiner(job, "server1:1", [])
+    goes_on.set()
+    job.join(threads)
+    joiner.runtime.ask(pb.Request(status=pb.Status()))
+    joiner.runtime._service.stop("nobody has moved here")
+    joiner.thread.join(PATIENCE_S)
+    assert job.errors == {}
+    assert job.results[0] == names([0])
+
+
+def test_a_checkpoint_after_a_move_brings_no_rows_back_that_have_left(tmp_path: Path) -> None:
+    """One that goes on from another would have to know which have left: the servers that there are do not."""
+
+    def body(fleet: Fleet, worker: int, *, moves: bool = True) -> Any:
+        model = torch.nn.Sequential(fleet_package.nn.Embedding(None, 4, evict=Unused(steps=3)))
+        strategy = StrategyFactory.create_sync_strategy()
+        optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), strategy, model=model)
+        fleet.init_worker()
+        if not moves:
+            return fleet.state_dict(model)
+        for step in range(12):
+            if step == 5:
+                fleet.save_persistables(str(tmp_path / "full"))
+            if step == 7:
+                fleet.resize_servers(names([1]))
+            optimizer.minimize(model(torch.arange(step * 10, step * 10 + 10)).square().sum())
+        fleet.save_persistables(str(tmp_path / "delta"), mode="delta")
+        return fleet.state_dict(model)
+
+    (state,) = Resized(body, [0], [1], workers=1).run()
+    (back,) = Job(functools.partial(body, moves=False), 1, 2, model_dir=str(tmp_path / "delta")).run()
+    assert sorted(back["0.ids"].tolist()) == sorted(state["0.ids"].tolist())
+
+
+@pytest.mark.parametrize("then", [[0, 1], [1]], ids=["one stays", "all leave"])
+def test_a_server_whose_rows_lie_in_files_makes_room_for_those_to_come(then: list[int], tmp_path: Path) -> None:
+    rows, batch = 40_000, 10_000
+
+    def body(fleet: Fleet, worker: int, *, moves: bool = True) -> torch.Tensor:
+        table = fleet_package.nn.Embedding(None, 16)
+        optimizer = fleet.distributed_optimizer(torch.optim.Adagrad(table.parameters(), lr=0.1), model=table)
+        fleet.init_worker()
+        for step in range(2 * rows // batch):
+            if moves and step == rows // batch:
+                fleet.resize_servers(names(then))
+            ids = torch.arange(step * batch, (step + 1) * batch) % rows
+            optimizer.minimize(table(ids).square().mean())
+        table.eval()
+        return torch.cat([table(torch.arange(at, at + batch)).detach() for at in range(0, rows, batch)])
+
+    environ = {**PATIENT, "FLEET_TABLE_MEMORY_MB": "2", "FLEET_TABLE_DIR": str(tmp_path)}
+    (got,) = Resized(body, [0], then, workers=1, environ=environ).run()
+    (expected,) = Job(functools.partial(body, moves=False), 1, 1, environ=environ).run()
+    assert torch.equal(got, expected)
+
+
+def test_parameters_that_join_are_no_reason_to_wait() -> None:
+    """For a worker that is to take the step in which they do."""
+    joined, has_tried = threading.Event(), threading.Event()
+
+    def body(fleet: Fleet, worker: int) -> None:
+        model, more = constant(), torch.nn.Parameter(torch.ones(3))
+        plain = torch.optim.Adagrad(model.parameters(), lr=0.1)
+        optimizer = fleet.distributed_optimizer(plain, model=model)
+        fleet.init_worker()
+        optimizer.minimize(model())
+        if worker == 0:
+            server = job.service("server0:1")
+            until(lambda: found_job(server).plans.outgrown or joined.is_set())
+            with pytest.raises(MissedError, match="parameters join the job"):
+                fleet.resize_servers(names([0, 1]))
+            has_tried.set()
+        plain.add_param_group({"params": [more]})
+        optimizer.minimize(model() + more.sum())
+        joined.set()
+
+    job = Resized(body, [0], [0, 1], environ=BEATING)
+    job.end(job.start())
+    assert {*job.errors} == {"server1:1"}, "to which nobody has moved"
+    assert has_tried.is_set()
 
 
 @pytest.mark.parametrize("mode", ["async", "half_async"])

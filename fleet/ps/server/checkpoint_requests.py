@@ -120,7 +120,12 @@ class CheckpointRequests:
         _check_standstill(job, save.version)
         background.give_up()
         shard.prepare()
-        background.begin_checkpoint(save.id, shard.history.begin(save.id, save.after), arrival.worker)
+        since = shard.history.begin(save.id, save.after)
+        if save.after and not since and shard.loses_rows:
+            raise MissedError(
+                "this server does not know which rows have left since the last checkpoint", where=job.where
+            )
+        background.begin_checkpoint(save.id, since, arrival.worker)
 
         def export(cursor: str, hand_on: HandOn) -> Piece:
             with self._lock:

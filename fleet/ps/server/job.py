@@ -168,8 +168,9 @@ class Moves:
     servers: tuple[str, ...] = ()
     #: the last move that was made; empty before the first one
     made: str = ""
-    #: those before it
+    #: those before it, and to which servers
     earlier: list[str] = field(default_factory=list)
+    lists: list[tuple[str, ...]] = field(default_factory=list)
     #: whether this server is none of them
     is_left: bool = False
     #: worker -> the incarnations that it had before it went over
@@ -177,9 +178,21 @@ class Moves:
     #: whether a journal has something of a move that is under way, which a snapshot would not have
     is_noted: bool = False
 
+    @property
+    def count(self) -> int:
+        """Return how often the job has moved."""
+        return len(self.earlier) + bool(self.made)
+
+    @property
+    def past(self) -> list[tuple[str, tuple[str, ...]]]:
+        """Return all moves that were made, and to which servers."""
+        return [*zip(self.earlier, self.lists, strict=True), *([(self.made, self.servers)] if self.made else [])]
+
     def note(self, made: str, servers: Sequence[str]) -> None:
         """Note that a move was made."""
-        self.earlier += [self.made] if self.made else []
+        if self.made:
+            self.earlier.append(self.made)
+            self.lists.append(self.servers)
         self.made, self.servers = made, tuple(servers)
 
 

@@ -32,6 +32,7 @@ from fleet.base.cluster import Endpoint
 from fleet.errors import (
     FleetError,
     IdentityError,
+    MissedError,
     ProtocolError,
     ServerBusyError,
     ServerLostError,
@@ -163,6 +164,8 @@ class Moving:
         if job is None or self._is_replaying:
             return
         moves = job.moves
+        if moves.is_left and kind in ("abort", "bye") and self._members.has(request):
+            self._gone_over.add(request.worker)  # it comes nowhere any more
         is_former = request.incarnation in moves.former.get(request.worker, ())
         is_left = moves.is_left and kind not in ("beat", *self._kinds)
         is_late = kind == "hello" and bool(moves.made) and tuple(request.hello.endpoints) != moves.servers
@@ -338,11 +341,16 @@ class Moving:
 
     def _check_may_move(self, job: Job, worker: int) -> None:
         refuse_unmovable(job.plans.current.spec)
-        others = [name for name, writer in job.claims.dump()["begun"].items() if writer != worker]
-        if not job.is_whole or job.plans.outgrown or others:
-            doing = ", ".join(others) or "parameters join the job"
+        if not job.is_whole or job.plans.outgrown:
+            # They have all joined after a step, for which others wait that whoever moves the job has not taken.
+            raise MissedError(
+                "parameters join the job, which cannot move meanwhile",
+                where=self._where,
+                todo="Call resize_servers() after the next step.",
+            )
+        if others := [name for name, writer in job.claims.dump()["begun"].items() if writer != worker]:
             raise ServerBusyError(
-                "the job does something that has to end before it moves", where=self._where, got=doing
+                "the job does something that has to end before it moves", where=self._where, got=", ".join(others)
             )
 
     def _check_version(self, job: Job, request: Any) -> None:
@@ -436,6 +444,7 @@ class Moving:
                 record = (number, standing, incarnation + 1, label)
             records.append(record)
         self._members.restore(stage.job.plans.current.spec.settings, records)
+        stage.shard.take_over()
         self._begin(stage.job)
         if self._durability is not None:
             self._durability.has_moved(stage.job)
@@ -462,12 +471,14 @@ class Moving:
     def forget_unfinished(self, job: Job | None) -> None:
         """Forget what a journal had of a copy that this server does not go on with, as it was killed."""
         if job is not None and self._halt is None:
-            self._staging.stage, job.moves.is_noted = None, False
+            self._staging.forget()
+            job.moves.is_noted = False
 
     def _forget(self) -> None:
         if self._copying is not None:
             self._copying.shard.history.leave(_BASE)
-        self._copying = self._halt = self._staging.stage = None
+        self._copying = self._halt = None
+        self._staging.forget()
 
     @property
     def _is_replaying(self) -> bool:
@@ -492,6 +503,7 @@ class Moving:
             "servers": moves.servers if moves.made else (),
             "made": moves.made,
             "earlier": moves.earlier,
+            "past": moves.past,
             "halted": "" if self._halt is None else self._halt.attempt,
         }
         arrival.answer(pb.Reply(about=json.dumps(about)))

@@ -107,7 +107,7 @@ class Service:
         )
         may_begin = restore is None and resumes is None
         self._staging = staging = Staging(
-            endpoint, settings, clock, members, durability, handshake, make_shard, may_begin=may_begin
+            endpoint, settings, clock, members, durability, handshake, stores, may_begin=may_begin
         )
         self._wanted = wanted = WantedServers(where, end, members)
         self._moving = Moving(where, end, members, durability, staging, wanted, self._begin)

@@ -6,6 +6,7 @@ The caller holds the server's lock.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from fleet.errors import (
     PlanMismatchError,
     ProtocolError,
     ServerBusyError,
+    StateError,
     UnsupportedError,
 )
 from fleet.numeric.tensors import WireTensor
@@ -35,10 +37,13 @@ from fleet.ps.server.job import Job, new_job
 from fleet.ps.server.members import Members
 from fleet.ps.server.pending import Arrival
 from fleet.ps.server.refill import Refill
-from fleet.ps.table.shard import MakeShard, Shard
+from fleet.ps.table.shard import Shard
+from fleet.ps.table.stores import NewStore, Stores
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import read_frame
 
+#: So many times memory is given back before others have their turn.
+_GIVEN_AT_ONCE = 32
 KILLED = "this server was killed, and does not know what has changed since"
 #: What travels beside the state of a job, from the first server alone: outcomes of gatherings, states of own objects.
 RECORDS = "records"
@@ -66,7 +71,7 @@ class Staging:
         members: Members,
         durability: Durability | None,
         handshake: Handshake,
-        make_shard: MakeShard,
+        stores: Stores,
         *,
         may_begin: bool,
     ) -> None:
@@ -78,7 +83,9 @@ class Staging:
         self._members = members
         self._durability = durability
         self._handshake = handshake
-        self._make_shard = make_shard
+        self._stores = stores
+        #: what is to keep the rows that come, where there are others that have to make room: and for which move
+        self._room: tuple[str, NewStore] | None = None
         self._may_begin = may_begin
         self.stage: Stage | None = None
         #: whether this server has heard of what it is to take over, since it was asked last
@@ -88,13 +95,24 @@ class Staging:
         """Make room for what this server is to take over; ``copied`` is the move for which it is copied itself."""
         stage, self._was_filled = arrival.request.stage, True
         if self.stage is not None and self.stage.attempt == stage.attempt:
+            if self.stage.shard.server != stage.server:
+                raise PlanMismatchError(
+                    "one server is in the list under two names",
+                    where=self._where,
+                    got=f"server {self.stage.shard.server} and server {stage.server} of {', '.join(stage.endpoints)}",
+                    todo="Name every server once, as the others know it.",
+                )
             arrival.answer(pb.Reply())
             return
         is_copied = copied == stage.attempt
         if job is not None and not (is_copied or self._is_replaying):
             if self._members.has(arrival.request):
                 raise stale(self._where, KILLED)
-            raise ServerBusyError("this server has a job already", where=self._where)
+            raise StateError(
+                "this server has a job already",
+                where=self._where,
+                todo="If it is the one that has just left there, wait until the process ends, and start it anew.",
+            )
         if job is None and not self._may_begin:
             raise UnsupportedError(
                 "this server was started with a state of its own, and cannot take over another one",
@@ -113,7 +131,7 @@ class Staging:
             plan, options = new.plans.current, tuple(told["options"])
             check_fingerprint(self._endpoint, plan, stage.fingerprint)
             check_share(self._endpoint, plan, server, options, most_bytes)
-            shard = self._make_shard(plan, server, told["seed"], options)
+            shard = Shard(plan, server, told["seed"], options, self._store_beside(job, stage.attempt))
         except (LookupError, TypeError, ValueError) as error:
             raise self._unreadable(error) from None
         if job is None and self._durability is not None:
@@ -121,6 +139,22 @@ class Staging:
         note_move(self._durability, job, arrival.frame, arrival.outbox)
         self.stage = Stage(stage.attempt, new, shard, Refill(shard, self._where))
         arrival.answer(pb.Reply())
+
+    def _store_beside(self, job: Job | None, attempt: str) -> NewStore:
+        """Return what keeps the rows of another shard, when the one that there is has made room for it."""
+        if job is None:
+            return self._stores.share()
+        if self._room is None or self._room[0] != attempt:
+            self._room = attempt, self._stores.share()
+        shard = job.held()
+        for _ in itertools.count() if self._is_replaying else range(_GIVEN_AT_ONCE):
+            if shard.give_way():
+                _, new_store = self._room
+                self._room = None
+                return new_store
+            for backlog in shard.backlogs() if self._is_replaying else ():
+                backlog.wait()
+        raise ServerBusyError("this server makes room for the rows that it is to have", where=self._where)
 
     def _check_keeps(self, is_durable: bool) -> None:
         """Refuse what the servers that there are keep and this one would not, or the other way round."""
@@ -184,6 +218,10 @@ class Staging:
         except (LookupError, TypeError, ValueError) as error:
             raise self._unreadable(error) from None
         stage.is_whole = True
+
+    def forget(self) -> None:
+        """Forget what this server was to have."""
+        self.stage = self._room = None
 
     def was_filled(self) -> bool:
         """Say, once, whether somebody has been filling this server, which has no job yet."""

@@ -544,6 +544,11 @@ class Shard:
             if index < len(self._tables) and each.dtype == np.int64 and each.ndim == 1
         ]
 
+    @property
+    def loses_rows(self) -> bool:
+        """Say whether rows leave by rules of their tables."""
+        return any(table.spec.evict for table in self._living.values())
+
     def give_way(self) -> bool:
         """Give back a little of the memory that another shard is to have, and say whether that is all."""
         return self._new_store.give_way()

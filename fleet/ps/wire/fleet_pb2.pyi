@@ -428,7 +428,7 @@ class Release(_message.Message):
     def __init__(self, name: _Optional[str] = ..., failure: _Optional[str] = ...) -> None: ...
 
 class Reply(_message.Message):
-    __slots__ = ["about", "broken", "buffers", "changed", "clock", "cursor", "cuts", "delivered", "direct", "error", "gathered", "granted", "initialized", "loads", "meeting", "news", "norms", "others_give", "row_counts", "steps", "table_clocks", "tensors", "version", "wanted", "wanted_servers"]
+    __slots__ = ["about", "broken", "buffers", "changed", "clock", "cursor", "cuts", "delivered", "direct", "error", "gathered", "granted", "initialized", "loads", "meeting", "moves", "news", "norms", "others_give", "row_counts", "steps", "table_clocks", "tensors", "version", "wanted", "wanted_servers"]
     ABOUT_FIELD_NUMBER: _ClassVar[int]
     BROKEN_FIELD_NUMBER: _ClassVar[int]
     BUFFERS_FIELD_NUMBER: _ClassVar[int]
@@ -444,6 +444,7 @@ class Reply(_message.Message):
     INITIALIZED_FIELD_NUMBER: _ClassVar[int]
     LOADS_FIELD_NUMBER: _ClassVar[int]
     MEETING_FIELD_NUMBER: _ClassVar[int]
+    MOVES_FIELD_NUMBER: _ClassVar[int]
     NEWS_FIELD_NUMBER: _ClassVar[int]
     NORMS_FIELD_NUMBER: _ClassVar[int]
     OTHERS_GIVE_FIELD_NUMBER: _ClassVar[int]
@@ -469,6 +470,7 @@ class Reply(_message.Message):
     initialized: bool
     loads: int
     meeting: int
+    moves: int
     news: News
     norms: _containers.RepeatedCompositeFieldContainer[Norm]
     others_give: bool
@@ -479,7 +481,7 @@ class Reply(_message.Message):
     version: int
     wanted: str
     wanted_servers: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, version: _Optional[int] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., initialized: bool = ..., delivered: _Optional[int] = ..., granted: bool = ..., cursor: _Optional[str] = ..., about: _Optional[str] = ..., steps: _Optional[int] = ..., clock: _Optional[int] = ..., table_clocks: _Optional[_Iterable[int]] = ..., changed: _Optional[_Iterable[int]] = ..., direct: _Optional[_Union[DirectAddress, _Mapping]] = ..., gathered: _Optional[int] = ..., loads: _Optional[int] = ..., wanted: _Optional[str] = ..., others_give: bool = ..., cuts: _Optional[_Iterable[int]] = ..., meeting: _Optional[int] = ..., broken: _Optional[int] = ..., buffers: _Optional[_Iterable[_Union[Buffer, _Mapping]]] = ..., norms: _Optional[_Iterable[_Union[Norm, _Mapping]]] = ..., news: _Optional[_Union[News, _Mapping]] = ..., wanted_servers: _Optional[_Iterable[str]] = ..., row_counts: _Optional[_Iterable[int]] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
+    def __init__(self, version: _Optional[int] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., initialized: bool = ..., delivered: _Optional[int] = ..., granted: bool = ..., cursor: _Optional[str] = ..., about: _Optional[str] = ..., steps: _Optional[int] = ..., clock: _Optional[int] = ..., table_clocks: _Optional[_Iterable[int]] = ..., changed: _Optional[_Iterable[int]] = ..., direct: _Optional[_Union[DirectAddress, _Mapping]] = ..., gathered: _Optional[int] = ..., moves: _Optional[int] = ..., loads: _Optional[int] = ..., wanted: _Optional[str] = ..., others_give: bool = ..., cuts: _Optional[_Iterable[int]] = ..., meeting: _Optional[int] = ..., broken: _Optional[int] = ..., buffers: _Optional[_Iterable[_Union[Buffer, _Mapping]]] = ..., norms: _Optional[_Iterable[_Union[Norm, _Mapping]]] = ..., news: _Optional[_Union[News, _Mapping]] = ..., wanted_servers: _Optional[_Iterable[str]] = ..., row_counts: _Optional[_Iterable[int]] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
 
 class Request(_message.Message):
     __slots__ = ["abort", "beat", "bye", "changes", "choose", "claim", "clip", "cut", "direct", "export", "extend", "fetch", "fill", "follow", "gather", "give", "group", "halt", "hello", "incarnation", "load", "look", "meet", "part", "place", "pull", "push", "rank", "ready", "rearrange", "recall", "release", "save", "settle", "shrink", "stage", "status", "step", "survey", "switch", "tensors", "together", "unfollow", "upload", "where", "worker"]

@@ -21,7 +21,7 @@ from fleet.checkpoint.pieces import PieceFile, PieceWriter
 from fleet.checkpoint.places import place_at
 from fleet.checkpoint.state import Bytes, write_states
 from fleet.checkpoint.writer import CheckpointWriter
-from fleet.errors import ConfigurationError
+from fleet.errors import ConfigurationError, MissedError
 from fleet.plan.specs import JobSpec
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
@@ -93,8 +93,27 @@ def _write(
     # Without one before it, a delta has everything.
     after = Saved(last["id"], last["url"]) if mode == DELTA and last["id"] else None
     own, lockstep = worker.own_states, worker.policy.shares_steps
+    collected = own.collect(shares) if shares is not None and lockstep else None  # before anybody goes on
+    try:
+        _write_after(worker, dirname, after, moment, shares, collected, go_on)
+    except MissedError:
+        if after is None:
+            raise
+        # A server does not know any more which rows have left since then: of a job that has moved, say.
+        _write_after(worker, dirname, None, moment, shares, collected, go_on)
+
+
+def _write_after(
+    worker: WorkerRuntime,
+    dirname: object,
+    after: Saved | None,
+    moment: Moment,
+    shares: Shares | None,
+    collected: dict[str, Any] | None,
+    go_on: Callable[[], None] | None,
+) -> None:
+    own = worker.own_states
     with CheckpointWriter(dirname, after) as writer, withdrawn_if_it_fails(worker, writer.id):
-        collected = own.collect(shares) if shares is not None and lockstep else None  # before anybody goes on
         files: dict[int, list[PieceFile]] = {}
         if go_on is not None:
             _ask(worker, writer, after, moment, files, begin=True)

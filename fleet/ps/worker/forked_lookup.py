@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from fleet.base.turns import Turns
-from fleet.errors import DeadlineError, UnsupportedError
+from fleet.errors import DeadlineError, ServersMovedError, UnsupportedError
 from fleet.nn.handle import Lookup, TableHandle, Wanted
 from fleet.ps.consistency.policy import Policy
 from fleet.ps.wire.frame import Frame
@@ -83,6 +83,12 @@ class _Asked:
     def result(self) -> Frame:
         try:
             return raise_if_error(self._call.result())
+        except ServersMovedError as error:
+            raise ServersMovedError(
+                "the job has moved to other servers, and a forked child of a worker cannot go along",
+                where=f"{self._what}, {self._connection.endpoint}",
+                todo="Fork anew: make a DataLoader without persistent_workers, or make it anew after a move.",
+            ) from error
         except TransportError as error:
             raise DeadlineError(
                 f"a forked child of a worker got no answer from the server at {self._connection.endpoint}",

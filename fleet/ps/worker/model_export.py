@@ -53,7 +53,7 @@ def state_dict(worker: WorkerRuntime, model: torch.nn.Module, *, tables: bool) -
         worker.finish_interrupted("state_dict()")
         worker.flush()
         state = export.state_in_job(model, worker.trained.parts()[1])
-        return _collect(worker, state, collector if tables else None)
+        return worker.following(lambda: _collect(worker, state, collector if tables else None))
 
 
 def save_inference_model(worker: WorkerRuntime, dirname: str, model: torch.nn.Module, example_inputs: object) -> None:
@@ -62,7 +62,9 @@ def save_inference_model(worker: WorkerRuntime, dirname: str, model: torch.nn.Mo
 
     def write(_: dict[str, Any]) -> None:
         def learn() -> dict[str, torch.Tensor]:
-            return _collect(worker, state, lambda _handle, spec, _seed, count: SortedRows(spec, count))
+            return worker.following(
+                lambda: _collect(worker, state, lambda _handle, spec, _seed, count: SortedRows(spec, count))
+            )
 
         facts = {key: _facts(handle) for key, handle in export.remote_tables(state).items()}
         export.save(dirname, model, learn, facts, example_inputs, {})

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from fleet.base.clock import Clock
 from fleet.base.cluster import Endpoint
-from fleet.errors import DeadlineError, ServersMovedError
+from fleet.errors import DeadlineError, FleetError, ServersMovedError
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
+from fleet.ps.wire.transport import TransportError
 from fleet.ps.worker.connection import RETRY_PAUSE_S, Connection, Connections, inquire_all
 
 
 class Move(NamedTuple):
-    """Names a move that has been made, and all servers since."""
+    """Names a move that has been made, and all servers since; it is the job's first, or has another ``number``.
+    ``past`` has all that were made, this one too, where a server has told of it."""
 
     attempt: str
     servers: tuple[Endpoint, ...]
+    number: int
+    past: Sequence[tuple[str, Sequence[str]]] = ()
 
 
 def find_move(connections: Connections, clock: Clock, deadline_s: float) -> Move | None:
@@ -66,7 +72,7 @@ class WayAhead:
         clock: Clock,
         deadline_s: float,
     ) -> None:
-        """``connect`` connects to servers as the process that this one is after so many moves."""
+        """``connect`` connects to servers as the process that this one is after so many more moves."""
         self._connections = connections
         self._connect = connect
         self._clock = clock
@@ -123,7 +129,9 @@ class WayAhead:
 
     def _add(self, move: Move, *, surely: bool) -> bool:
         """Connect to the servers since a move, and tell them of it; return whether all have heard."""
-        connections = self._connect(move.servers, len(self._hops) + 1)
+        known = self._connections.moves
+        connections = self._connect(move.servers, len(self._hops) + 1 if known is None else move.number - known)
+        connections.moves = move.number
         try:
             has_told = tell_of(move, connections.by_server, surely=surely)
         except BaseException:
@@ -138,6 +146,8 @@ class WayAhead:
     def farewell(self, **word: object) -> None:
         """Send a last word to where the job is, if that is not where this worker is."""
         with self._lock:
+            with contextlib.suppress(FleetError, TransportError):
+                self._go_on(surely=False)
             if self._hops:
                 self._hops[-1].connections.farewell(**word)
 
@@ -170,14 +180,28 @@ def tell_of(move: Move, connections: Sequence[Connection], *, surely: bool = Tru
     return None not in inquire_all(asked)
 
 
+def tell_those_between(move: Move, known: int, connect: Callable[[Sequence[Endpoint]], list[Connection]]) -> None:
+    """Tell servers that the job has come to and left since the moves that were ``known``: they wait for everybody."""
+    for (_, servers), (attempt, since) in pairwise(move.past[known:]):
+        left = [Endpoint.parse(each) for each in servers if each not in since]
+        connections = connect(left)
+        tell_of(Move(attempt, tuple(map(Endpoint.parse, since)), 0), connections, surely=False)
+        for connection in connections:
+            connection.close()
+
+
 def _ask(connections: Connections) -> dict[int, dict[str, Any]]:
     replies = inquire_all([(each, Frame(each.request(0, where=pb.Where()))) for each in connections.by_server])
     return {server: json.loads(reply.message.about) for server, reply in enumerate(replies) if reply is not None}
 
 
 def _of(connections: Connections, answers: dict[int, dict[str, Any]]) -> Move | None:
-    here = [str(each.endpoint) for each in connections.by_server]
-    for answer in answers.values():
-        if answer["servers"] and answer["servers"] != here:
-            return Move(answer["made"], tuple(map(Endpoint.parse, answer["servers"])))
+    """Return the last move of the job that these servers know of, unless it is the one that has led to them. The same
+    list may be another arrangement: a job may come back."""
+    here, known = [str(each.endpoint) for each in connections.by_server], connections.moves
+    for answer in sorted(answers.values(), key=lambda answer: -len(answer["past"])):
+        number = len(answer["past"])
+        is_ahead = answer["servers"] != here if known is None else number > known
+        if number and is_ahead:
+            return Move(answer["made"], tuple(map(Endpoint.parse, answer["servers"])), number, answer["past"])
     return None

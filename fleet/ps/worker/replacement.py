@@ -62,7 +62,7 @@ def load_own_state(worker: WorkerRuntime, state: object) -> bool:
     check_state(state)
     with worker.turns:
         worker.finish_interrupted("load_state()")
-        data = worker.own_states.recall()
+        data = worker.following(worker.own_states.recall)
     if data is not None:
         restore(state, data, str(worker.assignment))
     elif worker.progress.went_on_at:

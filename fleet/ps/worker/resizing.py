@@ -36,7 +36,7 @@ from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 from fleet.ps.worker.connection import RETRY_PAUSE_S, Connection, inquire_all
 from fleet.ps.worker.lease import once
-from fleet.ps.worker.new_servers import Move
+from fleet.ps.worker.new_servers import Move, refuse_if_moved
 from fleet.ps.worker.runtime import WorkerRuntime
 
 _log = logging.getLogger("fleet.worker")
@@ -134,7 +134,11 @@ def _once(worker: WorkerRuntime, servers: tuple[Endpoint, ...], move: Callable[[
         worker.following(worker.flush)
         if servers == worker.assignment.servers:
             return
-        call = f"resize_servers({','.join(map(str, servers))})"
+        worker.following(lambda: refuse_if_moved(worker.connections))  # there and back, it may be
+        if servers == worker.assignment.servers:
+            return
+        # A job may come to the same list more than once.
+        call = f"resize_servers({','.join(map(str, servers))}), move {(worker.connections.moves or 0) + 1}"
         once(worker, worker.progress.name_of_call(call), lambda _: move(), by_anyone=True)
 
 
@@ -197,7 +201,8 @@ class Copy:
             self.give_up()
             raise
         self._close()
-        worker, move = self._worker, Move(self._attempt, self.servers)
+        worker = self._worker
+        move = Move(self._attempt, self.servers, (worker.connections.moves or 0) + 1)
         told = pb.Switch(attempt=self._attempt, endpoints=map(str, self.servers))
         first = self._former[0]
 
@@ -290,7 +295,22 @@ class Copy:
                 endpoints=map(str, self.servers),
                 about=about,
             )
-            connection.insist(Frame(connection.request(0, stage=stage)), "a move to other servers")
+            self._insist_when_free(connection, Frame(connection.request(0, stage=stage)))
+
+    def _insist_when_free(self, connection: Connection, frame: Frame) -> None:
+        """Insist on a request to a server that may have to make room first."""
+        clock = connection.clock
+        began = clock.now()
+        while True:
+            try:
+                connection.insist(frame, "a move to other servers")
+            except ServerBusyError:
+                if clock.now() - began > connection.deadline_s:
+                    raise
+                self._refuse_if_over()
+                clock.sleep(RETRY_PAUSE_S)
+            else:
+                return
 
     def _exported(
         self, cursors: Iterable[str], rest: float = 0.0

@@ -45,7 +45,7 @@ from fleet.ps.worker.handshake import check_loads, join
 from fleet.ps.worker.look_ahead import Coming, LookAhead
 from fleet.ps.worker.lookup_prediction import LookupPrediction
 from fleet.ps.worker.lookups import Prefetched, RowReader
-from fleet.ps.worker.new_servers import Hop, Move, WayAhead, refuse_if_moved, tell_of
+from fleet.ps.worker.new_servers import Hop, Move, WayAhead, refuse_if_moved, tell_of, tell_those_between
 from fleet.ps.worker.object_states import OwnStates
 from fleet.ps.worker.progress import Progress
 from fleet.ps.worker.push import Pusher
@@ -188,6 +188,7 @@ class WorkerRuntime:
         trained = self.trained
         try:
             answers = self.following(lambda: self._join(self.connections, trained.plan))
+            self.connections.moves = answers[0].moves
             self.progress.resume(answers)
             if resumed is not None:
                 self.progress.go_back(resumed)
@@ -243,6 +244,9 @@ class WorkerRuntime:
     def reload(self) -> None:
         """Take over the servers' values, which others have replaced, and forget everything known of the former ones."""
         self.flush()
+        self.following(self._reload)
+
+    def _reload(self) -> None:
         replies = self._values.fetch("values that were loaded")
         check_loads(self.connections, self.progress.loads, replies)
         self.progress.reload(replies)
@@ -341,7 +345,9 @@ class WorkerRuntime:
             for hop in hops:
                 hop.connections.close()
             raise
-        self._incarnation += len(hops)
+        known = self.connections.moves
+        self._incarnation += len(hops) if known is None else move.number - known
+        self.connections.moves = move.number
         self.assignment = replace(self.assignment, servers=move.servers)
         former = self.connections.replace(connections.by_server)
         self.trained.move(servers)
@@ -354,6 +360,9 @@ class WorkerRuntime:
             for connection in former:
                 connection.close()
             former = hop.connections.by_server
+            if known is not None:
+                tell_those_between(hop.move, known, lambda servers: self.connect(servers, self._incarnation))
+                known = hop.move.number
         if self._has_begun:
             self._values.move(layouts)
             self._training.grow()
@@ -593,17 +602,21 @@ class WorkerRuntime:
         """Begin to bring to a device what a forward will ask for after so many more ``steps``."""
         with self.turns:
             self.finish_interrupted("prefetch()")
-            self._send_edits_of(each.handle for each in wanted)
-            with self.figures.pull:
-                return look_ahead.foresee(wanted, self.progress.completed, steps)
+
+            def begin() -> Coming:
+                self._send_edits_of(each.handle for each in wanted)
+                with self.figures.pull:
+                    return look_ahead.foresee(wanted, self.progress.completed, steps)
+
+            return self.following(begin)
 
     def bring(self, look_ahead: LookAhead, coming: Coming, later: Iterable[Coming]) -> None:
         """Let forwards use what has come for one batch, and copy what is there of ``later`` ones."""
         with self.turns:
             self.finish_interrupted("prefetch()")
-            self.rows.offer(look_ahead.arrive(coming, self.progress.completed))
+            self.rows.offer(self.following(lambda: look_ahead.arrive(coming, self.progress.completed)))
             for each in later:
-                look_ahead.bring(each)
+                self.following(partial(look_ahead.bring, each))
 
     def forget_rows(self) -> None:
         """Forget rows that were fetched ahead, or as a whole: others are there now."""

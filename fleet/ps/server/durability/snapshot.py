@@ -106,6 +106,7 @@ def state_of(job: Job, shard: Shard, members: Sequence[MemberRecord], unfinished
             "servers": job.moves.servers,
             "made": job.moves.made,
             "earlier": job.moves.earlier,
+            "lists": job.moves.lists,
             "former": {worker: [*each] for worker, each in job.moves.former.items()},
         },
         "members": members,
@@ -194,8 +195,9 @@ def take_up(job: Job, shard: Shard, state: Mapping[str, Any], now: float) -> Non
         int(worker): make_plan(JobSpec.from_json(each)) for worker, each in state.get("outgrown", {}).items()
     }
     moved = state.get("moved", {"servers": (), "made": "", "earlier": [], "former": {}})
+    lists = [tuple(each) for each in moved.get("lists", [()] * len(moved["earlier"]))]
     former = {int(worker): {*each} for worker, each in moved["former"].items()}
-    job.moves = Moves(tuple(moved["servers"]), moved["made"], [*moved["earlier"]], former=former)
+    job.moves = Moves(tuple(moved["servers"]), moved["made"], [*moved["earlier"]], lists, former=former)
 
 
 def recall(job: Job, kind: Kind, frame: Frame) -> None:
