@@ -856,6 +856,21 @@ def test_one_server_under_two_names_is_refused_before_anything_moves() -> None:
     assert job.results[0] == names([0])
 
 
+def test_one_server_under_two_names_begins_no_job() -> None:
+    def body(fleet: Fleet, worker: int) -> None:
+        model = Rows()
+        fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+        with pytest.raises(PlanMismatchError, match=r"another place in the list.*expected server 0; got server 1 of"):
+            fleet.init_worker()
+
+    job = Resized(body, [], [], workers=1, network=Renaming(), environ=BEATING)
+    joiner = Joiner(job, "server1:1", [])
+    job.endpoints = ["server1:1", "another-name:1"]
+    worker = threading.Thread(target=job.work, args=(0,), daemon=True)
+    worker.start()
+    job.join([worker, joiner.thread])
+
+
 def test_a_checkpoint_after_a_move_brings_no_rows_back_that_have_left(tmp_path: Path) -> None:
     """One that goes on from another would have to know which have left: the servers that there are do not."""
 

@@ -307,9 +307,11 @@ class Costs:
 
     def _together(self, servers: int, workers: int, cores: int) -> tuple[float, Limit]:
         step_s, limit = self._sharing(servers, workers, cores)
-        if workers + servers > cores:
-            return step_s * self._interference, Limit.PROCESSORS
-        return step_s, limit
+        if workers + servers <= cores:
+            return step_s, limit
+        # As much of it as there are more processes than processors, up to what the second job had.
+        crowd = min(1.0, (workers + servers - cores) / max(1, self.two.workers + self.two.servers - cores))
+        return step_s * (1.0 + (self._interference - 1.0) * crowd), Limit.PROCESSORS
 
     def _sharing(self, servers: int, workers: int, cores: int) -> tuple[float, Limit]:
         """Return how long a step takes if work is all that processes have to wait for."""

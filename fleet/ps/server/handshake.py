@@ -8,7 +8,7 @@ from typing import Any
 
 from fleet.base.cluster import Endpoint
 from fleet.base.settings import ProcessSettings
-from fleet.errors import FleetError, IdentityError, ServerBusyError, UnsupportedError
+from fleet.errors import FleetError, IdentityError, PlanMismatchError, ServerBusyError, UnsupportedError
 from fleet.plan.plan import Plan
 from fleet.plan.specs import JobSpec
 from fleet.ps.consistency.membership import Standing
@@ -146,6 +146,14 @@ class Handshake:
         spec = JobSpec.from_json(hello.spec)
         replaying = self._is_replaying
         check_cluster(self._endpoint, self._expected, spec, request.worker, hello, replaying=replaying)
+        if job is not None and job.shard is not None and job.shard.server != hello.server and not replaying:
+            raise PlanMismatchError(
+                "this server has another place in the list of servers than it has had",
+                where=self._where,
+                expected=f"server {job.shard.server}",
+                got=f"server {hello.server} of {', '.join(hello.endpoints)}",
+                todo="Give all workers the same list, with every server in it once, under one name.",
+            )
         if job is None:
             begins_with = spec.settings.worker_num if self._expected is None else self._expected[0]
             deadline_s = self._settings.rpc_deadline_s
