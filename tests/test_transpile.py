@@ -916,7 +916,7 @@ SERVERS_TOO = {
 @pytest.mark.parametrize(
     ("package", "environ", "words"),
     [
-        ("fleet.transpiler", TORCHRUN, "under torchrun, which starts collective jobs only"),
+        ("fleet.transpiler", TORCHRUN, "under torchrun, which starts workers only"),
         ("fleet.transpiler", TRAINERS_ONLY, "parameter-server job:(.|\n)*PADDLE_PSERVERS_IP_PORT_LIST"),
         ("fleet.collective", SERVERS_TOO, "collective job:(.|\n)*PADDLE_TRAINER_ENDPOINTS"),
         ("fleet.collective", {}, "collective job:(.|\n)*PADDLE_TRAINER_ENDPOINTS"),
