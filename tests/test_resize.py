@@ -44,6 +44,7 @@ from fleet.errors import (
 from fleet.launch.servers_command import change_servers
 from fleet.launch.sources import Running
 from fleet.nn import CountFilter, MaxRows, Probability, SmallNorm, Unused
+from fleet.ps.server import runtime
 from fleet.ps.server.runtime import ServerRuntime
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
@@ -1561,8 +1562,9 @@ class Joiner:
             self.runtime.run()
 
 
-def test_servers_are_replaced_one_after_the_other() -> None:
+def test_servers_are_replaced_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is drained, and comes back; it is not ready before the job is there again."""
+    monkeypatch.setattr(runtime, "ASKS_S", 0.3)
     ends = threading.Event()
     job = Resized(steps_until(ends), [0, 1], [0, 1], environ=BEATING)
     threads = job.start()
@@ -1586,7 +1588,8 @@ def test_servers_are_replaced_one_after_the_other() -> None:
     assert job.results[0].keys() == job.results[1].keys()
 
 
-def test_a_server_that_joins_is_ready_where_a_job_is_yet_to_begin() -> None:
+def test_a_server_that_joins_is_ready_where_a_job_is_yet_to_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "ASKS_S", 0.3)
     ends = threading.Event()
     ends.set()
     job = Resized(steps_until(ends), [0, 1], [0, 1], environ=BEATING)
@@ -1600,7 +1603,10 @@ def test_a_server_that_joins_is_ready_where_a_job_is_yet_to_begin() -> None:
     assert job.errors == {}
 
 
-def test_a_job_that_does_not_take_a_server_in_says_why(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_job_that_does_not_take_a_server_in_says_why(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime, "ASKS_S", 0.3)
     ends = threading.Event()
     job = Resized(steps_until(ends, StrategyFactory.create_gba_strategy), [0], [0], environ=BEATING)
     threads = job.start()
