@@ -659,6 +659,7 @@ def test_a_worker_that_has_heard_of_a_move_may_leave(servers: list[int]) -> None
         optimizer = fleet.distributed_optimizer(OPTIMIZERS["adagrad"](model), MODES["async"](), model=model)
         fleet.init_worker()
         optimizer.minimize(model())
+        fleet.barrier_worker()
         if worker == 0:
             fleet.resize_servers(names(servers))
             moved.set()
