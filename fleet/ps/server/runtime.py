@@ -25,7 +25,7 @@ from fleet.ps.server.service import Service
 from fleet.ps.table.stores import stores_of
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
-from fleet.ps.wire.transport import Channel, Network, TransportError
+from fleet.ps.wire.transport import Call, Network, TransportError
 from fleet.ps.wire.wire_errors import raise_if_error
 from fleet.telemetry.observer import Observer
 
@@ -155,6 +155,11 @@ def ask_where_the_job_is(service: Service, network: Network) -> None:
                 service.learn(json.loads(raise_if_error(call.result()).message.about), is_first=place == 0)
 
 
+def _about(call: Call) -> dict[str, Any]:
+    about: dict[str, Any] = json.loads(raise_if_error(call.result()).message.about)
+    return about
+
+
 class Joining:
     """Asks for a place in a job that runs without this server, until the job has come here."""
 
@@ -175,28 +180,23 @@ class Joining:
         """Say whether a job runs at the others that has not moved here yet, after asking for it."""
         with ExitStack() as opened:
             channels = [opened.enter_context(closing(network.connect(each))) for each in self._others]
-
-            def tell(channel: Channel, endpoints: Sequence[str] = ()) -> dict[str, Any]:
-                request = pb.Request(rearrange=pb.Rearrange(endpoints=endpoints))
-                about: dict[str, Any] = json.loads(
-                    raise_if_error(channel.start(Frame(request), ASKS_S).result()).message.about
-                )
-                return about
-
-            for channel in channels:
+            told = pb.Request(rearrange=pb.Rearrange())
+            calls = [(channel, channel.start(Frame(told), ASKS_S)) for channel in channels]
+            for channel, call in calls:
                 try:
-                    told = tell(channel)
-                    if str(self._endpoint) in told["servers"]:  # a job that begins, and will come
+                    job = _about(call)
+                    servers = [*job["servers"], str(self._endpoint)]
+                    if len({*servers}) < len(servers):  # a job that begins, and will come
                         return False
-                    if not told["wanted"]:
-                        self._warn(told["refusal"])
-                        tell(channel, [*told["servers"], str(self._endpoint)])
-                    return True
+                    if not job["wanted"]:
+                        self._warn(job["refusal"])
+                        asked = pb.Request(rearrange=pb.Rearrange(endpoints=servers))
+                        _about(channel.start(Frame(asked), ASKS_S))
                 except (TransportError, NotInitializedError):  # it is not there, or has no job
                     continue
                 except FleetError as error:
                     self._warn(str(error))
-                    return True
+                return True
         return False
 
     def _warn(self, refusal: str) -> None:
