@@ -183,7 +183,9 @@ def test_a_version_is_never_a_mixture(mode: str, servers: int) -> None:
         rows = followed.rows["rows.weight"]
         values |= {float(each) for row in rows.values() for each in row}
         assert len(rows) == ROWS * (followed.version > 0)
-        assert values == {float(followed.version)}
+        assert len(values) == 1
+        if mode not in ("gba", "auto"):  # where a gradient that comes too late is left out of its mean
+            assert values == {float(followed.version)}
         versions.append(followed.version)
 
     with following(Job(trains(60, IN_ROUNDS[mode](), make=Counting), 2, servers)) as followed:
