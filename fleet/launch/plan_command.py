@@ -101,7 +101,8 @@ class _Enough:
 
     def __init__(self, folder: Path, workers: Sequence[str], steps: int, seconds: float) -> None:
         self.is_reached = False
-        self._folder, self._workers = folder, workers
+        self.workers = workers
+        self._folder = folder
         self._steps, self._seconds = steps, seconds
         self._clock = SystemClock()
         self._began = self._clock.now()
@@ -114,8 +115,8 @@ class _Enough:
 
     def __call__(self) -> bool:
         now = self._clock.now()
-        told = [line.told.get("steps", 0) for line in newest(self._folder, self._workers)]
-        if len(told) < len(self._workers) or not all(told):
+        told = [line.told.get("steps", 0) for line in newest(self._folder, self.workers)]
+        if len(told) < len(self.workers) or not all(told):
             self.is_reached = now - self._began > _STARTUP_S
             return self.is_reached
         if self._trains_since is None:
@@ -167,6 +168,7 @@ def _sampled(size: int, command: Sequence[str], steps: int, seconds: float) -> O
             print("\n".join(text), file=sys.stderr)
             raise StateError(f"the script failed with {what}", got=f"exit code {exit_code}; what it said is above")
         seen = observed(read_records(folder))
+        steps_seen = min((int(line.told.get("steps", 0)) for line in newest(folder, enough.workers)), default=0)
     if seen is not None:
         return seen
     if enough.is_reached and not enough.trains:
@@ -175,7 +177,7 @@ def _sampled(size: int, command: Sequence[str], steps: int, seconds: float) -> O
         "the script has not trained for long enough",
         where=f"with {what}",
         expected=f"{SETTLING_S + LEAST_S + _RECORDED_S:g} s of steps, after the first",
-        got="no step at servers" if not enough.trains else "less",
+        got=f"{steps_seen:,} steps that ended sooner" if steps_seen else "no step at servers",
         todo="Let it take more steps. It has to train with parameter servers.",
     )
 
