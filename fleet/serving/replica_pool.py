@@ -220,7 +220,7 @@ class PoolSource:
                     if not self._is_bound_to(replica, state):
                         return self._update(replica)
                 except ServerBusyError:  # it is there, and others were first
-                    break
+                    continue
                 except (TransportError, FleetError) as error:
                     self._fail(replica, str(error))
                     continue

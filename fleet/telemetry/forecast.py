@@ -163,15 +163,18 @@ class Forecast:
 class Costs:
     """Holds what a step costs, by the numbers of servers and workers."""
 
-    def __init__(self, one: Observed, two: Observed, cores: int) -> None:
-        """``one`` is a job of one server and one worker, ``two`` one of two and two, on a machine with ``cores``."""
+    def __init__(self, one: Observed, two: Observed, cores: int, interference: float | None = None) -> None:
+        """``one`` is a job of one server and one worker, ``two`` one of two and two, on a machine with ``cores``.
+        ``interference`` is how many times as long a step took there as the work on these processors accounts for, if
+        that is known."""
         self.one, self.two, self._cores = one, two, cores
         # Processes that share caches and processors take longer for the same; what servers add is not that.
         crowding = max(1.0, two.worker_cpu_s / one.worker_cpu_s) if one.worker_cpu_s > 0 else 1.0
         self._server_cpu_more = max(0.0, two.server_cpu_s / crowding - one.server_cpu_s)
         self._busy_more = max(0.0, two.busy_s / crowding - one.busy_s)
-        #: how many times as long a step took with two and two as the work on these processors accounts for
-        self._interference = min(3.0, max(1.0, two.step_s / self._sharing(2, 2, cores)[0]))
+        if interference is None:
+            interference = min(3.0, max(1.0, two.step_s / self._sharing(2, 2, cores)[0]))
+        self._interference = interference
 
     def server_cpu_s(self, servers: int) -> float:
         """Return the processor time of all servers for one worker's step."""
@@ -257,9 +260,7 @@ class Costs:
                 step_s=each.step_s - each.push_s + push_s,
             )
 
-        costs = Costs(other(self.one), other(self.two), self._cores)
-        costs._interference = self._interference
-        return costs
+        return Costs(other(self.one), other(self.two), self._cores, self._interference)
 
     def _apart(self, servers: int, workers: int, site: Site) -> tuple[float, Limit]:
         serving = self.serving_s(servers)

@@ -202,7 +202,7 @@ class Handshake:
                 delivered=job.rounds.gate.delivered(worker),
                 steps=job.steps_of(worker),
                 loads=job.progress.loads,
-                moves=job.moves.count,
+                moves=len(job.moves.past),
                 gathered=job.reductions.dump()[worker],
                 about=job.began.id,
                 cuts=job.cuts,

@@ -166,11 +166,8 @@ class Moves:
 
     #: all servers, in their order
     servers: tuple[str, ...] = ()
-    #: the last move that was made; empty before the first one
-    made: str = ""
-    #: those before it, and to which servers
-    earlier: list[str] = field(default_factory=list)
-    lists: list[tuple[str, ...]] = field(default_factory=list)
+    #: all moves that were made, and to which servers each
+    past: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
     #: whether this server is none of them
     is_left: bool = False
     #: worker -> the incarnations that it had before it went over
@@ -179,21 +176,17 @@ class Moves:
     is_noted: bool = False
 
     @property
-    def count(self) -> int:
-        """Return how often the job has moved."""
-        return len(self.earlier) + bool(self.made)
+    def made(self) -> str:
+        """Return the last move that was made; nothing before the first one."""
+        return self.past[-1][0] if self.past else ""
 
-    @property
-    def past(self) -> list[tuple[str, tuple[str, ...]]]:
-        """Return all moves that were made, and to which servers."""
-        return [*zip(self.earlier, self.lists, strict=True), *([(self.made, self.servers)] if self.made else [])]
+    def has_made(self, attempt: str) -> bool:
+        return any(attempt == made for made, _ in self.past)
 
     def note(self, made: str, servers: Sequence[str]) -> None:
         """Note that a move was made."""
-        if self.made:
-            self.earlier.append(self.made)
-            self.lists.append(self.servers)
-        self.made, self.servers = made, tuple(servers)
+        self.servers = tuple(servers)
+        self.past.append((made, self.servers))
 
 
 @dataclass

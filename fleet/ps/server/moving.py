@@ -378,12 +378,12 @@ class Moving:
         if switch.given_up:
             if is_begun and (is_driver or not is_first or self._is_replaying):
                 self._give_up(job, arrival.outbox)
-        elif job is not None and switch.attempt in job.moves.earlier:
-            pass  # somebody comes late, who hears of the others here
         elif job is not None and switch.attempt == job.moves.made:
             if job.moves.is_left:
                 note_move(self._durability, job, arrival.frame, arrival.outbox)
             self._gone_over.add(worker)
+        elif job is not None and job.moves.has_made(switch.attempt):
+            pass  # somebody comes late, who hears of the others here
         elif not is_ready:
             raise ServerLostError(
                 "this server does not know what it was to take over: it was started again, or has given up",
@@ -412,7 +412,7 @@ class Moving:
         halt = self._halt
         if halt is None:
             return
-        if halt.attempt in (answer["made"], *answer["earlier"]):
+        if any(halt.attempt == made for made, _ in answer["past"]):
             switch = pb.Switch(attempt=halt.attempt, endpoints=answer["servers"])
             note_move(self._durability, job, Frame(pb.Request(switch=switch)), outbox)
             self._make(job, switch, outbox)
@@ -501,8 +501,6 @@ class Moving:
         moves = Moves() if job is None else job.moves
         about = {
             "servers": moves.servers if moves.made else (),
-            "made": moves.made,
-            "earlier": moves.earlier,
             "past": moves.past,
             "halted": "" if self._halt is None else self._halt.attempt,
         }

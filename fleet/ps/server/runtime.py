@@ -57,8 +57,7 @@ class ServerRuntime:
         """``joins`` are servers of a job that is to have this one too, if it runs without it; ``is_ready`` is called
         once there is none, or it has."""
         self._endpoint = endpoint
-        self._joins = tuple(each for each in joins if each != endpoint)
-        self._is_ready = is_ready
+        self._joining = Joining(endpoint, [each for each in joins if each != endpoint], is_ready)
         self._network = network
         self._settings = settings
         self._clock = clock
@@ -115,7 +114,6 @@ class ServerRuntime:
         """Serve until every worker has left; raise what ended the job, if it did not end well."""
         self._service.await_the_first()
         explained_at = asked_at = self._clock.now()
-        joining = Joining(self._endpoint, self._joins, self._is_ready)
         waits = Wait(self._clock, self._settings.startup_deadline_s)
         # Started by hand, nobody else says that it is there; and a log that nobody has set up shows warnings only.
         level = logging.INFO if self._settings.launcher else logging.WARNING
@@ -129,7 +127,7 @@ class ServerRuntime:
                     if self._clock.now() - asked_at > ASKS_S:
                         asked_at = self._clock.now()
                         ask_where_the_job_is(self._service, self._network)
-                        joining.go_on(self._service, self._network)
+                        self._joining.go_on(self._service, self._network)
                     absent = self._service.absent()
                     if absent and waits.is_due():
                         _log.warning("%s: waiting for %s, %.0f s so far", self._endpoint, absent, waits.so_far_s)

@@ -43,7 +43,7 @@ from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import read_frame
 
 #: So many times memory is given back before others have their turn.
-_GIVEN_AT_ONCE = 32
+_GIVEN_AT_ONCE = 8
 KILLED = "this server was killed, and does not know what has changed since"
 #: What travels beside the state of a job, from the first server alone: outcomes of gatherings, states of own objects.
 RECORDS = "records"
@@ -152,7 +152,10 @@ class Staging:
                 _, new_store = self._room
                 self._room = None
                 return new_store
-            for backlog in shard.backlogs() if self._is_replaying else ():
+            backlogs = shard.backlogs()
+            if backlogs and not self._is_replaying:
+                break  # nobody waits for the disk under the lock
+            for backlog in backlogs:
                 backlog.wait()
         raise ServerBusyError("this server makes room for the rows that it is to have", where=self._where)
 

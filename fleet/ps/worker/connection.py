@@ -445,8 +445,8 @@ class Connections:
         """``claim`` notes, with a reason, that this worker is the cause of its job's end."""
         #: one list as long as this lives, with other connections in it when the job has moved to other servers
         self.by_server = [*by_server]
-        #: how often the job had moved when it came to these servers; None until one of them has said so
-        self.moves: int | None = None
+        #: how often the job had moved when it came to these servers, as far as one of them has said
+        self.moves = 0
         self._progress = progress
         self._claim = claim
 

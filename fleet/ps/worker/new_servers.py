@@ -6,7 +6,6 @@ import contextlib
 import json
 import threading
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 from fleet.base.clock import Clock
@@ -26,6 +25,12 @@ class Move(NamedTuple):
     servers: tuple[Endpoint, ...]
     number: int
     past: Sequence[tuple[str, Sequence[str]]] = ()
+
+    @classmethod
+    def of(cls, past: Sequence[tuple[str, Sequence[str]]]) -> Move:
+        """Return the last of all moves that were made."""
+        attempt, servers = past[-1]
+        return cls(attempt, tuple(map(Endpoint.parse, servers)), len(past), past)
 
 
 def find_move(connections: Connections, clock: Clock, deadline_s: float) -> Move | None:
@@ -129,8 +134,7 @@ class WayAhead:
 
     def _add(self, move: Move, *, surely: bool) -> bool:
         """Connect to the servers since a move, and tell them of it; return whether all have heard."""
-        known = self._connections.moves
-        connections = self._connect(move.servers, len(self._hops) + 1 if known is None else move.number - known)
+        connections = self._connect(move.servers, move.number - self._connections.moves)
         connections.moves = move.number
         try:
             has_told = tell_of(move, connections.by_server, surely=surely)
@@ -182,10 +186,11 @@ def tell_of(move: Move, connections: Sequence[Connection], *, surely: bool = Tru
 
 def tell_those_between(move: Move, known: int, connect: Callable[[Sequence[Endpoint]], list[Connection]]) -> None:
     """Tell servers that the job has come to and left since the moves that were ``known``: they wait for everybody."""
-    for (_, servers), (attempt, since) in pairwise(move.past[known:]):
-        left = [Endpoint.parse(each) for each in servers if each not in since]
-        connections = connect(left)
-        tell_of(Move(attempt, tuple(map(Endpoint.parse, since)), 0), connections, surely=False)
+    for number in range(known + 1, len(move.past)):
+        later = Move.of(move.past[: number + 1])
+        _, servers = move.past[number - 1]
+        connections = connect([each for each in map(Endpoint.parse, servers) if each not in later.servers])
+        tell_of(later, connections, surely=False)
         for connection in connections:
             connection.close()
 
@@ -196,12 +201,7 @@ def _ask(connections: Connections) -> dict[int, dict[str, Any]]:
 
 
 def _of(connections: Connections, answers: dict[int, dict[str, Any]]) -> Move | None:
-    """Return the last move of the job that these servers know of, unless it is the one that has led to them. The same
-    list may be another arrangement: a job may come back."""
-    here, known = [str(each.endpoint) for each in connections.by_server], connections.moves
-    for answer in sorted(answers.values(), key=lambda answer: -len(answer["past"])):
-        number = len(answer["past"])
-        is_ahead = answer["servers"] != here if known is None else number > known
-        if number and is_ahead:
-            return Move(answer["made"], tuple(map(Endpoint.parse, answer["servers"])), number, answer["past"])
-    return None
+    """Return the last move of the job that these servers know of, unless it is the one that has led to them: the same
+    list may be another arrangement, as a job may come back."""
+    past = max((answer["past"] for answer in answers.values()), key=len, default=())
+    return Move.of(past) if len(past) > connections.moves else None

@@ -12,6 +12,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -132,13 +133,11 @@ def _once(worker: WorkerRuntime, servers: tuple[Endpoint, ...], move: Callable[[
     with worker.turns:
         worker.finish_interrupted("resize_servers()")
         worker.following(worker.flush)
-        if servers == worker.assignment.servers:
-            return
         worker.following(lambda: refuse_if_moved(worker.connections))  # there and back, it may be
         if servers == worker.assignment.servers:
             return
         # A job may come to the same list more than once.
-        call = f"resize_servers({','.join(map(str, servers))}), move {(worker.connections.moves or 0) + 1}"
+        call = f"resize_servers({','.join(map(str, servers))}), move {worker.connections.moves + 1}"
         once(worker, worker.progress.name_of_call(call), lambda _: move(), by_anyone=True)
 
 
@@ -202,7 +201,7 @@ class Copy:
             raise
         self._close()
         worker = self._worker
-        move = Move(self._attempt, self.servers, (worker.connections.moves or 0) + 1)
+        move = Move(self._attempt, self.servers, worker.connections.moves + 1)
         told = pb.Switch(attempt=self._attempt, endpoints=map(str, self.servers))
         first = self._former[0]
 
@@ -271,13 +270,19 @@ class Copy:
         return state, replies[0].tensors
 
     def _let_go(self, connection: Connection, number: int, delivered: Mapping[int, int] | None = None) -> Frame:
-        completed, clock = self._worker.progress.completed, connection.clock
+        completed = self._worker.progress.completed
         endpoints = [*(str(each.endpoint) for each in self._former), *map(str, self.servers)]
         halt = pb.Halt(attempt=self._attempt, version=completed, round=number, delivered=delivered, endpoints=endpoints)
+        frame = Frame(connection.request(completed, halt=halt))
+        return self._when_free(connection, partial(connection.call, frame, "a move to other servers"))
+
+    def _when_free(self, connection: Connection, ask: Callable[[], Frame]) -> Frame:
+        """Return what a server answers when it has ended what it does, within its deadline."""
+        clock = connection.clock
         began = clock.now()
         while True:
             try:
-                return connection.call(Frame(connection.request(completed, halt=halt)), "a move to other servers")
+                return ask()
             except ServerBusyError:
                 if clock.now() - began > connection.deadline_s:
                     raise
@@ -295,22 +300,8 @@ class Copy:
                 endpoints=map(str, self.servers),
                 about=about,
             )
-            self._insist_when_free(connection, Frame(connection.request(0, stage=stage)))
-
-    def _insist_when_free(self, connection: Connection, frame: Frame) -> None:
-        """Insist on a request to a server that may have to make room first."""
-        clock = connection.clock
-        began = clock.now()
-        while True:
-            try:
-                connection.insist(frame, "a move to other servers")
-            except ServerBusyError:
-                if clock.now() - began > connection.deadline_s:
-                    raise
-                self._refuse_if_over()
-                clock.sleep(RETRY_PAUSE_S)
-            else:
-                return
+            frame = Frame(connection.request(0, stage=stage))
+            self._when_free(connection, partial(connection.insist, frame, "a move to other servers"))
 
     def _exported(
         self, cursors: Iterable[str], rest: float = 0.0

@@ -346,7 +346,7 @@ class WorkerRuntime:
                 hop.connections.close()
             raise
         known = self.connections.moves
-        self._incarnation += len(hops) if known is None else move.number - known
+        self._incarnation += move.number - known
         self.connections.moves = move.number
         self.assignment = replace(self.assignment, servers=move.servers)
         former = self.connections.replace(connections.by_server)
@@ -360,9 +360,8 @@ class WorkerRuntime:
             for connection in former:
                 connection.close()
             former = hop.connections.by_server
-            if known is not None:
-                tell_those_between(hop.move, known, lambda servers: self.connect(servers, self._incarnation))
-                known = hop.move.number
+            tell_those_between(hop.move, known, lambda servers: self.connect(servers, self._incarnation))
+            known = hop.move.number
         if self._has_begun:
             self._values.move(layouts)
             self._training.grow()

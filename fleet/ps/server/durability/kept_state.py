@@ -170,7 +170,8 @@ def _since_a_move(segments: list[Segment], state: Mapping[str, Any]) -> list[Seg
 
 
 def _has_moved(segment: Segment) -> bool:
-    return segment.snapshot is not None and bool(segment.snapshot.state.get("moved", {}).get("made"))
+    moved = {} if segment.snapshot is None else segment.snapshot.state.get("moved", {})
+    return bool(moved.get("past", moved.get("made")))  # an earlier release names the last move alone
 
 
 def _known(directory: Path, server: int, spec: JobSpec, job_id: str, segments: list[Segment]) -> KeptServer:

@@ -104,9 +104,7 @@ def state_of(job: Job, shard: Shard, members: Sequence[MemberRecord], unfinished
         "claims": job.claims.dump(),
         "moved": {
             "servers": job.moves.servers,
-            "made": job.moves.made,
-            "earlier": job.moves.earlier,
-            "lists": job.moves.lists,
+            "past": job.moves.past,
             "former": {worker: [*each] for worker, each in job.moves.former.items()},
         },
         "members": members,
@@ -194,10 +192,13 @@ def take_up(job: Job, shard: Shard, state: Mapping[str, Any], now: float) -> Non
     plans.outgrown = {
         int(worker): make_plan(JobSpec.from_json(each)) for worker, each in state.get("outgrown", {}).items()
     }
-    moved = state.get("moved", {"servers": (), "made": "", "earlier": [], "former": {}})
-    lists = [tuple(each) for each in moved.get("lists", [()] * len(moved["earlier"]))]
+    moved = state.get("moved", {"servers": (), "past": [], "former": {}})
+    if "past" not in moved:  # which does not say where earlier moves have led
+        named = [*moved["earlier"], *filter(None, [moved["made"]])]
+        moved["past"] = [(each, moved["servers"] if each == moved["made"] else ()) for each in named]
+    past = [(made, tuple(servers)) for made, servers in moved["past"]]
     former = {int(worker): {*each} for worker, each in moved["former"].items()}
-    job.moves = Moves(tuple(moved["servers"]), moved["made"], [*moved["earlier"]], lists, former=former)
+    job.moves = Moves(tuple(moved["servers"]), past, former=former)
 
 
 def recall(job: Job, kind: Kind, frame: Frame) -> None:
