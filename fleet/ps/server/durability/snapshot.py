@@ -104,7 +104,7 @@ def state_of(job: Job, shard: Shard, members: Sequence[MemberRecord], unfinished
         "claims": job.claims.dump(),
         "moved": {
             "servers": job.moves.servers,
-            "past": job.moves.past,
+            "past": [*job.moves.past],
             "former": {worker: [*each] for worker, each in job.moves.former.items()},
         },
         "members": members,
