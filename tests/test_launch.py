@@ -907,6 +907,21 @@ def test_the_verdict_is_known_with_the_signal() -> None:
     assert watch.verdict == Cause("fleetrun", "SIGINT (Ctrl-C)")
 
 
+def test_a_job_that_has_done_enough_ends_well_unless_it_is_interrupted() -> None:
+    watch, here = watched(("a", "b"))
+    assert Send(signal.SIGTERM) in watch.enough(0.0)
+    for process in here.values():
+        assert watch.exited(process, -signal.SIGTERM, 1.0) == []
+    assert watch.done
+    assert watch.exit_code == 0
+    watch, here = watched(("a", "b"))
+    watch.enough(0.0)
+    assert Send(signal.SIGKILL) in watch.interrupted(signal.SIGINT, 1.0)
+    for process in here.values():
+        watch.exited(process, -signal.SIGKILL, 2.0)
+    assert watch.exit_code == 130
+
+
 def test_who_has_ended_the_job_is_not_started_again() -> None:
     of = plan()
     watch = Watch(of, grace_s=10, log_dir="logs", max_restarts=3)

@@ -46,10 +46,11 @@ from fleet.launch.sources import Running
 from fleet.nn import CountFilter, MaxRows, Probability, SmallNorm, Unused
 from fleet.ps.server import runtime
 from fleet.ps.server.runtime import ServerRuntime
+from fleet.ps.server.service import Service
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.loopback import LoopbackNetwork
-from fleet.ps.wire.transport import BrokenCall
+from fleet.ps.wire.transport import BrokenCall, TransportError
 from fleet.ps.worker import resizing
 from fleet.role_maker import Role, UserDefinedRoleMaker
 
@@ -1552,11 +1553,12 @@ class Joiner:
         self.is_ready = threading.Event()
         settings = ProcessSettings.read({**BEATING, "FLEET_DRAIN": "1"})
         endpoint, others = Endpoint.parse(name), [Endpoint.parse(each) for each in joins]
-        self.runtime = ServerRuntime(
-            endpoint, job.network, settings, SystemClock(), joins=others, is_ready=self.is_ready.set
-        )
+        self.runtime = ServerRuntime(endpoint, job.network, settings, SystemClock(), joins=others, report=self.report)
         self.thread = threading.Thread(target=self.serve, name=f"job-join-{name}", daemon=True)
         self.thread.start()
+
+    def report(self, is_ready: bool) -> None:
+        self.is_ready.set() if is_ready else self.is_ready.clear()
 
     def serve(self) -> None:
         with contextlib.suppress(JobAbortedError):  # the tests look at the workers
@@ -1602,6 +1604,44 @@ def test_a_server_that_joins_is_ready_where_a_job_is_yet_to_begin(monkeypatch: p
         worker.start()
     job.join([*workers, *(joiner.thread for joiner in joiners)])
     assert job.errors == {}
+
+
+class Silent:
+    """Is a network at which somebody says nothing, for as long as that is wanted."""
+
+    def __init__(self) -> None:
+        self.is_silent = True
+
+    def connect(self, _endpoint: Endpoint) -> Any:
+        return self
+
+    def start(self, _frame: Frame, timeout_s: float) -> Any:
+        self._timeout_s = timeout_s
+        return self
+
+    def result(self) -> Frame:
+        if self.is_silent:
+            time.sleep(self._timeout_s)
+        raise TransportError("nobody is there")
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_server_that_joins_is_not_ready_while_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There may be a job. Those that are not there say so at once."""
+    monkeypatch.setattr(runtime, "ASKS_S", 0.01)
+    monkeypatch.setattr(runtime, "_MOST_SILENCES", 3)
+    told: list[bool] = []
+    endpoint, network = Endpoint.parse("server1:1"), Silent()
+    service = Service(endpoint, ProcessSettings.read({}), SystemClock())
+    joining = runtime.Joining(endpoint, [Endpoint.parse("server0:1")], told.append)
+    network.is_silent = False
+    joining.go_on(service, SystemClock(), network)
+    network.is_silent = True
+    for _ in range(4):
+        joining.go_on(service, SystemClock(), network)
+    assert told == [True, False, False, False, True], "and not for ever"
 
 
 def test_a_job_that_does_not_take_a_server_in_says_why(

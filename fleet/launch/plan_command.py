@@ -21,6 +21,7 @@ from fleet.errors import ConfigurationError, FleetError, StateError
 from fleet.launch import host_network, supervisor
 from fleet.launch.parser import Parser, python_arguments
 from fleet.launch.process_plan import LaunchPlan, plan_launch
+from fleet.telemetry.cause import LAUNCHER, claimed
 from fleet.telemetry.forecast import LEAST_S, SETTLING_S, Costs, Forecast, Observed, Site, observed
 from fleet.telemetry.live_table import aligned, shown_bytes, shown_number
 from fleet.telemetry.record import newest, read_records
@@ -35,7 +36,9 @@ _WIDTH = 100
 #: Figures are recorded once a second, and the last are of up to a second ago.
 _RECORDED_S = 2.0
 #: These would have the sample show itself where the user's own jobs do.
-_NOT_OF_SAMPLES = ("FLEET_METRICS_PORT", "FLEET_TENSORBOARD_DIR", "FLEET_RECORD_DIR", "FLEET_JOB_ID")
+_NOT_OF_SAMPLES = (
+    *("FLEET_METRICS_PORT", "FLEET_TENSORBOARD_DIR", "FLEET_RECORD_DIR", "FLEET_JOB_ID", "FLEET_HEALTH_PORT"),
+)
 #: Asynchronous training has to gain so much to be worth what it loses.
 _WORTH = 1.15
 
@@ -69,6 +72,8 @@ def plan(argv: list[str], prog: str) -> int:
     command = python_arguments([options.script, *argv[cut + 1 :]], as_module=options.m)
     if options.steps is not None:
         checks.number("--steps", options.steps, 0, above=True)
+    if options.json is not None and not os.access(Path(options.json).absolute().parent, os.W_OK):
+        raise ConfigurationError("--json cannot be written", where=options.json)  # before a minute has passed
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     site = Site(gbit_s * 1e9 / 8, round_trip_ms / 1e3, cores if options.here else None)
     try:
@@ -109,10 +114,6 @@ class _Enough:
         self._trains_since: float | None = None
         self._settled_at: float | None = None
 
-    @property
-    def trains(self) -> bool:
-        return self._trains_since is not None
-
     def __call__(self) -> bool:
         now = self._clock.now()
         told = [line.told.get("steps", 0) for line in newest(self._folder, self.workers)]
@@ -142,6 +143,8 @@ def _sampled(size: int, command: Sequence[str], steps: int, seconds: float) -> O
             for name, value in under_present_names(PROCESS_ENVIRONMENT).items()
             if name not in _NOT_OF_SAMPLES
         }
+        if inherited.get("FLEET_DIRECT_PORT", "").strip().isdigit():
+            del inherited["FLEET_DIRECT_PORT"]  # one for a machine, which has two servers here
         if durable := inherited.get("FLEET_DURABLE_DIR", "").strip():
             Path(durable).mkdir(parents=True, exist_ok=True)
             inherited["FLEET_DURABLE_DIR"] = stack.enter_context(
@@ -161,24 +164,23 @@ def _sampled(size: int, command: Sequence[str], steps: int, seconds: float) -> O
                 stderr=output.fileno(),
                 is_enough=enough,
             )
-        if exit_code > 128 and not enough.is_reached:
+        cause = claimed(folder, job.job_id)
+        if exit_code != 0 and (enough.is_reached or (cause is not None and cause.process == LAUNCHER)):
             raise _Interrupted(exit_code)
-        if exit_code != 0 and not enough.is_reached:
-            text = said.read_text(errors="replace").splitlines()[-_LAST_LINES:]
-            print("\n".join(text), file=sys.stderr)
-            raise StateError(f"the script failed with {what}", got=f"exit code {exit_code}; what it said is above")
-        seen = observed(read_records(folder))
+        seen = observed(read_records(folder)) if exit_code == 0 else None
+        if seen is not None:
+            return seen
         steps_seen = min((int(line.told.get("steps", 0)) for line in newest(folder, enough.workers)), default=0)
-    if seen is not None:
-        return seen
-    if enough.is_reached and not enough.trains:
-        raise StateError(f"no worker has taken a step in {_STARTUP_S:g} s, with {what}")
+        print("\n".join(said.read_text(errors="replace").splitlines()[-_LAST_LINES:]), file=sys.stderr)
+    where = f"a job of {what}, whose last words are above"
+    if exit_code != 0:
+        raise StateError("the script failed", where=where, got=f"exit code {exit_code}")
     raise StateError(
         "the script has not trained for long enough",
-        where=f"with {what}",
+        where=where,
         expected=f"{SETTLING_S + LEAST_S + _RECORDED_S:g} s of steps, after the first",
-        got=f"{steps_seen:,} steps that ended sooner" if steps_seen else "no step at servers",
-        todo="Let it take more steps. It has to train with parameter servers.",
+        got=f"{steps_seen:,} steps at servers",
+        todo="Give it more time (--seconds)." if enough.is_reached else "Let it take more steps.",
     )
 
 
@@ -223,6 +225,11 @@ def _sentences(costs: Costs, site: Site, last: Forecast, steps: float) -> list[s
         f"{where}. A step of one worker at one server took {one.step_s * 1e3:.3g} ms here ({one.mode}), "
         f"{one.own_s * 1e3:.3g} of them its own."
     ]
+    if costs.is_mixed:
+        said.append(
+            "Two workers received other bytes a step than one. What workers send each other (as in GEO) is not told "
+            "apart from what further servers add, so bytes and the network are not predicted."
+        )
     if one.has_files:
         said.append("Rows lie in files beyond the memory that tables were given, so that they take no more than that.")
     elif costs.row_bytes:
@@ -244,7 +251,8 @@ def _best_mode(costs: Costs, site: Site, job: Forecast) -> str:
     if free < _WORTH * together or job.workers == 1:
         return f"Best mode: sync. It would make, {rates}, and it computes what one process would."
     return (
-        f"Best mode: async, or gba, which keeps the batch and the learning rate of sync. It would make, {rates}. "
+        f"Best mode: async; or, with dense parameters on servers, gba, which keeps the batch and the learning rate of "
+        f"sync. It would make, {rates}. "
         f"Gradients are then about {job.workers} updates old: docs/modes tells what a model loses by that."
     )
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from functools import partial
 
 from fleet.base.clock import SystemClock
 from fleet.base.cluster import Endpoint
@@ -24,14 +23,19 @@ def serve_endpoint(endpoint: Endpoint, model_dir: str | None = None, joins: Sequ
     be_lean()
     restore = None if model_dir is None else restore_from(model_dir)
     with ExitStack() as opened:
-        is_ready: Callable[[], None] | None = None
+        health = None
         if joins and settings.health_port is not None:
             # Whoever waits for this server before another is taken down has to wait until the job is here.
             from fleet.ps.wire.health import Health
 
             health = Health(Endpoint(settings.binding.of(endpoint).host, settings.health_port))
-            is_ready = partial(opened.enter_context(closing(health)).report, serving=True)
+            opened.enter_context(closing(health))
             settings = replace(settings, health_port=None)
+
+        def report(is_ready: bool) -> None:
+            if health is not None:
+                health.report(serving=is_ready)
+
         ServerRuntime(
             endpoint,
             real_network(settings),
@@ -39,6 +43,6 @@ def serve_endpoint(endpoint: Endpoint, model_dir: str | None = None, joins: Sequ
             SystemClock(),
             restore=restore,
             joins=joins,
-            is_ready=is_ready,
+            report=report,
         ).run()
     return 0

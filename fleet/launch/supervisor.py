@@ -95,8 +95,8 @@ def run(
     is_enough: Callable[[], bool] | None = None,
 ) -> int:
     """Run the plan to its end and return the exit code; when this returns or raises, nothing is left running. With
-    ``live`` the terminal at ``stdout`` shows how the job does below what its processes write. Once ``is_enough``, it is
-    ended as SIGTERM would end it."""
+    ``live`` the terminal at ``stdout`` shows how the job does below what its processes write. Once ``is_enough``, all
+    are ended by SIGTERM, and that is a good end."""
     events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
     began = time.monotonic()
     watch = Watch(plan, grace_s=grace_s, log_dir=str(log_dir), max_restarts=max_restarts)
@@ -428,7 +428,7 @@ def _next_effects(
         event = events.get(timeout=None if timeout == math.inf else timeout)
     except queue.Empty:
         if is_enough is not None and watch.deadline is None and is_enough():
-            return None, watch.interrupted(signal.SIGTERM, time.monotonic())
+            return None, watch.enough(time.monotonic())
         return None, watch.elapsed(time.monotonic())
     if isinstance(event, _Signalled):
         return event, watch.interrupted(event.signum, time.monotonic())

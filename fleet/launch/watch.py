@@ -72,6 +72,7 @@ class Watch:
         self._first_failed: ProcessSpec | None = None
         self._cause: Cause | None = None
         self._awaits_cause = False
+        self._has_enough = False
         self._max_restarts = max_restarts
         self._restarts = {process.name: 0 for process in plan.processes}
 
@@ -116,7 +117,15 @@ class Watch:
             self.deadline = now + self._grace_s
         return []
 
+    def enough(self, now: float) -> list[Effect]:
+        """End a job that has done what it was started for."""
+        self._has_enough = True
+        self.verdict = Cause(LAUNCHER, "it has done enough")
+        return self._end(now)
+
     def interrupted(self, signum: Signals, now: float) -> list[Effect]:
+        if self._has_enough:  # it ends, and was meant to
+            self._has_enough, self.exit_code = False, 128 + signum
         if not self._ending:
             self.exit_code = 128 + signum
             self.verdict = Cause(LAUNCHER, f"{signum.name}{' (Ctrl-C)' * (signum == SIGINT)}")
@@ -138,7 +147,7 @@ class Watch:
     def _ended_late(self, process: ProcessSpec, returncode: int) -> list[Effect]:
         """Judge the end of a server that outstayed the workers; only such ends come after the job's exit code is
         found."""
-        if returncode == 0 or self.exit_code != 0:
+        if returncode == 0 or self.exit_code != 0 or self._has_enough:
             return []
         self.exit_code = _as_exit_code(returncode)
         return [Say(f"{process.name} did not end cleanly: {how_ended(returncode)}; {self._where(process)}")]

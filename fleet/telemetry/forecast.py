@@ -26,6 +26,10 @@ _FULL = 0.75
 _FORESEEN = 0.02
 
 
+#: So much more, or less, is received than further servers add in headers.
+_MIXED = 0.2
+
+
 class Limit(Enum):
     """Says what would have to be faster for a job to be."""
 
@@ -183,6 +187,11 @@ class Costs:
     def serving_s(self, servers: int) -> float:
         """Return for how long one server is taken by one worker's step."""
         return (self.one.busy_s + (servers - 1) * self._busy_more) / servers
+
+    @property
+    def is_mixed(self) -> bool:
+        """Say whether further workers may be the reason for other bytes, and not further servers alone."""
+        return abs(self.two.received_bytes - self.one.received_bytes) > _MIXED * max(1.0, self.one.received_bytes)
 
     @property
     def growth(self) -> Sequence[tuple[float, float]]:

@@ -40,6 +40,10 @@ GRACE_S = 2.0
 ASKS_S = 2.0
 
 
+#: So often servers of a job may say nothing before they are taken to have none.
+_MOST_SILENCES = 30
+
+
 class ServerRuntime:
     def __init__(
         self,
@@ -52,12 +56,12 @@ class ServerRuntime:
         restore: Restore | None = None,
         resumes: Place | None = None,
         joins: Sequence[Endpoint] = (),
-        is_ready: Callable[[], None] | None = None,
+        report: Callable[[bool], None] = lambda _: None,
     ) -> None:
-        """``joins`` are servers of a job that is to have this one too, if it runs without it; ``is_ready`` is called
-        once there is none, or it has."""
+        """``joins`` are servers of a job that is to have this one too, if it runs without it; ``report`` is told, again
+        and again, whether there is none, or it has."""
         self._endpoint = endpoint
-        self._joining = Joining(endpoint, [each for each in joins if each != endpoint], is_ready)
+        self._joining = Joining(endpoint, [each for each in joins if each != endpoint], report)
         self._network = network
         self._settings = settings
         self._clock = clock
@@ -127,7 +131,7 @@ class ServerRuntime:
                     if self._clock.now() - asked_at > ASKS_S:
                         asked_at = self._clock.now()
                         ask_where_the_job_is(self._service, self._network)
-                        self._joining.go_on(self._service, self._network)
+                        self._joining.go_on(self._service, self._clock, self._network)
                     absent = self._service.absent()
                     if absent and waits.is_due():
                         _log.warning("%s: waiting for %s, %.0f s so far", self._endpoint, absent, waits.so_far_s)
@@ -161,18 +165,23 @@ def _about(call: Call) -> dict[str, Any]:
 class Joining:
     """Asks for a place in a job that runs without this server, until the job has come here."""
 
-    def __init__(self, endpoint: Endpoint, others: Sequence[Endpoint], is_ready: Callable[[], None] | None) -> None:
+    def __init__(self, endpoint: Endpoint, others: Sequence[Endpoint], report: Callable[[bool], None]) -> None:
         self._endpoint = endpoint
         self._others = others
-        self._is_ready = is_ready
+        self._report = report
         self._refusal = ""
+        self._silences = 0
 
-    def go_on(self, service: Service, network: Network) -> None:
-        if service.job is None and self._others and self._is_awaited(network):
+    def go_on(self, service: Service, clock: Clock, network: Network) -> None:
+        if service.job is not None or not self._others:
+            self._report(True)
             return
-        if self._is_ready is not None:
-            self._is_ready()
-            self._is_ready = None
+        began = clock.now()
+        is_awaited = self._is_awaited(network)
+        # One that takes all the time to say nothing may have a job; one that is not there says so at once.
+        is_silent = not is_awaited and clock.now() - began > 0.9 * ASKS_S
+        self._silences = self._silences + 1 if is_silent else 0
+        self._report(not is_awaited and not 0 < self._silences <= _MOST_SILENCES)
 
     def _is_awaited(self, network: Network) -> bool:
         """Say whether a job runs at the others that has not moved here yet, after asking for it."""
