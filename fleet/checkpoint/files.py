@@ -39,6 +39,20 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
+def make_directory(path: Path) -> None:
+    """Make a directory, and those above it that are missing. Where power fails, they are there afterwards as well."""
+    try:
+        path.mkdir()
+    except FileNotFoundError:
+        make_directory(path.parent)
+        path.mkdir(exist_ok=True)
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+    with contextlib.suppress(PermissionError):  # one who may make something there need not be allowed to read
+        sync_directory(path.parent)
+
+
 def measure(path: Path) -> tuple[int, int]:
     """Return how many bytes a file has, and their crc32."""
     size = crc = 0

@@ -18,7 +18,7 @@ import numpy as np
 
 from fleet.base.clock import SystemClock
 from fleet.base.file_lock import locked
-from fleet.checkpoint.files import read_past_cache, remove, sync_directory
+from fleet.checkpoint.files import make_directory, read_past_cache, remove, sync_directory
 from fleet.errors import ArgumentTypeError, CheckpointError, DeadlineError, FleetError
 
 #: Bytes that can be written: of anything that has a buffer.
@@ -183,7 +183,7 @@ class Directory:
         remove(self.path / name)
 
     def make(self) -> None:
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_directory(self.path)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:

@@ -211,7 +211,7 @@ class Durability:
         if kind == "gather" and request.gather.number - 1 > job.reductions.reached(worker):
             met, kept = request.gather.number - 1, job.reductions.reached(worker)
             raise self._lost(job, worker, f"gathering {met}", f"gathering {kept}", outbox)
-        if worker == 0 and kind in ("pull", "push") and _waits_for_first(job, kind, request):
+        if (kind == "push" or (kind == "pull" and worker == 0)) and _waits_for_first(job, kind, request):
             raise self._lost(job, worker, "initial values", "none", outbox)
         return effects
 
@@ -455,8 +455,8 @@ def note_move(durability: Durability | None, job: Job | None, frame: Frame, outb
 
 
 def _waits_for_first(job: Job, kind: str, request: Any) -> bool:
-    """Say whether a request of worker 0 would wait for values that worker 0 itself has brought: it asks for none, and
-    trains on none, before they are acknowledged."""
+    """Say whether a request would wait for values that its worker has seen: nobody trains on any, and worker 0 asks for
+    none, before it has brought them and they are acknowledged."""
     if not job.initialized:
         return not job.began.id
     plans = job.plans

@@ -27,7 +27,7 @@ from typing import Any
 from fleet.base.checksum import crc32
 from fleet.base.cluster import Endpoint
 from fleet.base.file_lock import locked
-from fleet.checkpoint.files import sync_directory
+from fleet.checkpoint.files import make_directory, sync_directory
 from fleet.checkpoint.manifest import TABLE, read
 from fleet.checkpoint.pieces import PieceFile, PieceWriter
 from fleet.checkpoint.places import Directory
@@ -232,7 +232,7 @@ class StateDirectory:
         self._most = self._due_at = JOURNAL_BYTES if journal_bytes is None else journal_bytes
         self._synced_at = 0.0
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            make_directory(self.directory)
             self._lock = os.open(self.directory, os.O_RDONLY)
         except OSError as error:
             raise ConfigurationError(

@@ -1,0 +1,173 @@
+"""A disk for each machine, which may lose power, fill up, lie about what it has written, or turn a bit.
+
+Files are the system's, in a folder of the machine's own. What a killed process has written stays, as it does in a real
+system's memory. When power fails, only what was synced is sure to stay: of the rest a part may be there.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+#: What a disk writes as a whole.
+_PAGE_BYTES = 4096
+
+
+class Disk:
+    def __init__(self, folder: Path, seed: str, on_moment: Callable[[], object]) -> None:
+        """``on_moment`` is called before anything is written."""
+        self.folder = folder
+        self.on_moment = on_moment
+        folder.mkdir(parents=True)
+        self.is_full = False
+        #: it says that it has written what it has not
+        self.lies = False
+        self._draw = random.Random(f"disk {seed}")
+        #: of each file, by its number: how much of it is on the disk
+        self._synced: dict[int, int] = {}
+        #: names that are on the disk, by the number of their folder
+        self._names: set[tuple[int, str]] = set()
+        self._open: set[int] = set()
+
+    # ---------------------------------------------------------------- for the process
+
+    def opened(self, descriptor: int) -> int:
+        self._open.add(descriptor)
+        return descriptor
+
+    def closed(self, descriptor: int) -> None:
+        self._open.discard(descriptor)
+
+    def check_room(self) -> None:
+        if self.is_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def sync(self, descriptor: int) -> None:
+        if self.lies:
+            return
+        status = os.fstat(descriptor)
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            for name in os.listdir(descriptor):
+                self._names.add((status.st_ino, name))
+        else:
+            self._synced[status.st_ino] = status.st_size
+
+    # ---------------------------------------------------------------- for whoever kills it
+
+    def killed(self, unwind: Callable[[], None], *, loses_power: bool, turns_a_bit: bool) -> None:
+        """Let the process on this disk unwind, and leave what was on the disk before that."""
+        kept = self.folder.with_name(f"{self.folder.name}.kept")
+        shutil.copytree(self.folder, kept)
+        if loses_power:
+            self._lose_power(kept)
+        if turns_a_bit:
+            self._turn_a_bit(kept)
+        unwind()
+        self.close()
+        shutil.rmtree(self.folder)
+        kept.rename(self.folder)
+        self._remember_all()
+
+    def close(self) -> None:
+        """Close what a dead process has left open."""
+        for descriptor in self._open:
+            os.close(descriptor)
+        self._open.clear()
+
+    def _remember_all(self) -> None:
+        """After a start everything that is there is on the disk."""
+        self._synced.clear()
+        self._names.clear()
+        for folder, _, files in os.walk(self.folder):
+            number = os.stat(folder).st_ino
+            for name in os.listdir(folder):
+                self._names.add((number, name))
+            for name in files:
+                status = os.stat(os.path.join(folder, name))
+                self._synced[status.st_ino] = status.st_size
+
+    def _lose_power(self, kept: Path) -> None:
+        for folder, folders, files in os.walk(self.folder):
+            number = os.stat(folder).st_ino
+            there = kept / Path(folder).relative_to(self.folder)
+            for name in sorted(files):
+                status = os.stat(os.path.join(folder, name))
+                synced = min(self._synced.get(status.st_ino, 0), status.st_size)
+                if (number, name) not in self._names and self._draw.random() < 0.5:
+                    (there / name).unlink()
+                elif synced < status.st_size:
+                    self._tear(there / name, synced)
+            for name in sorted(folders):
+                if (number, name) not in self._names and self._draw.random() < 0.5:
+                    shutil.rmtree(there / name)
+                    folders.remove(name)
+
+    def _tear(self, path: Path, synced: int) -> None:
+        """Leave some part of what was not synced, with some of its pages empty."""
+        data = path.read_bytes()
+        rest = bytearray(data[synced : synced + self._draw.randint(0, len(data) - synced)])
+        if self._draw.random() < 0.5:
+            for start in range(-synced % _PAGE_BYTES, len(rest), _PAGE_BYTES):
+                if self._draw.random() < 0.3:
+                    rest[start : start + _PAGE_BYTES] = bytes(len(rest[start : start + _PAGE_BYTES]))
+        path.write_bytes(data[:synced] + rest)
+
+    def _turn_a_bit(self, kept: Path) -> None:
+        files = sorted(path for path in kept.rglob("*") if path.is_file() and path.stat().st_size)
+        if files:
+            path = self._draw.choice(files)
+            data = bytearray(path.read_bytes())
+            at = self._draw.randrange(len(data))
+            data[at] ^= 1 << self._draw.randrange(8)
+            path.write_bytes(data)
+
+
+def stands_for_os(disk_of: Callable[[], Disk | None], check: Callable[[], Any]) -> dict[str, Any]:
+    """Return what ``os`` does otherwise in a simulated process."""
+
+    def checked(act: Callable[..., Any], *, takes_room: bool) -> Callable[..., Any]:
+        def do(*args: Any, **kwargs: Any) -> Any:
+            check()
+            disk = disk_of()
+            if disk is not None:
+                disk.on_moment()
+                check()
+                if takes_room:
+                    disk.check_room()
+            return act(*args, **kwargs)
+
+        return do
+
+    def open_(*args: Any, **kwargs: Any) -> int:
+        check()
+        disk = disk_of()
+        descriptor = os.open(*args, **kwargs)
+        return descriptor if disk is None else disk.opened(descriptor)
+
+    def close(descriptor: int) -> None:
+        disk = disk_of()
+        if disk is not None:
+            disk.closed(descriptor)
+        os.close(descriptor)
+
+    def fsync(descriptor: int) -> None:
+        check()
+        disk = disk_of()
+        if disk is not None:
+            disk.sync(descriptor)
+
+    writes = ("write", "writev", "pwrite", "pwritev")
+    changes = ("rename", "replace", "unlink", "remove", "rmdir", "ftruncate", "truncate", "mkdir", "makedirs", "link")
+    return {
+        "open": open_,
+        "close": close,
+        "fsync": fsync,
+        "fdatasync": fsync,
+        **{name: checked(getattr(os, name), takes_room=True) for name in writes},
+        **{name: checked(getattr(os, name), takes_room=False) for name in changes},
+    }

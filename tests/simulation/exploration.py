@@ -1,0 +1,90 @@
+"""Runs one seed after the other, in several processes, and counts what was tried and what was wrong."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import multiprocessing
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .invariants import broken, undisturbed_runs
+from .job import run
+from .scenario import drawn
+
+#: Seeds that one process does before it tells how far it is.
+_BATCH = 20
+
+
+@dataclass
+class Tally:
+    """Counts what was tried."""
+
+    seeds: int = 0
+    messages: int = 0
+    simulated_s: float = 0.0
+    struck: Counter[str] = field(default_factory=Counter)
+    wrong: dict[int, list[str]] = field(default_factory=dict)
+
+    def add(self, other: Tally) -> None:
+        self.seeds += other.seeds
+        self.messages += other.messages
+        self.simulated_s += other.simulated_s
+        self.struck += other.struck
+        self.wrong |= other.wrong
+
+
+def tried(seeds: range) -> Tally:
+    """Run some seeds in this process."""
+    tally = Tally()
+    with tempfile.TemporaryDirectory(prefix="fleet-simulation-") as folder:
+        undisturbed = undisturbed_runs(Path(folder))
+        for seed in seeds:
+            scenario = drawn(seed)
+            outcome = run(scenario, Path(folder) / "job")
+            wrong = broken(outcome, undisturbed)
+            tally.add(
+                Tally(
+                    1,
+                    len(outcome.messages),
+                    outcome.lasted_s,
+                    Counter(fault.kind for _, fault in outcome.struck),
+                    {seed: wrong} if wrong else {},
+                )
+            )
+    gc.collect()
+    return tally
+
+
+def begin() -> None:
+    """Make a process fit for simulations."""
+    torch.set_num_threads(1)
+    logging.disable(logging.CRITICAL)
+    gc.freeze()
+
+
+def explore(first: int, minutes: float, jobs: int) -> Tally:
+    """Run seeds side by side until the time is up."""
+    total, began, start = Tally(), time.monotonic(), first
+    with multiprocessing.get_context("spawn").Pool(jobs, initializer=begin) as pool:
+        waiting: list[Any] = []
+        while time.monotonic() < began + 60 * minutes:
+            waiting.append(pool.apply_async(tried, (range(start, start + _BATCH),)))
+            start += _BATCH
+            while len(waiting) > jobs:
+                total.add(waiting.pop(0).get())
+        for each in waiting:
+            total.add(each.get())
+    took = (time.monotonic() - began) / 60
+    befell = ", ".join(f"{count} x {kind}" for kind, count in total.struck.most_common())
+    print(
+        f"{total.seeds} jobs in {took:.1f} min ({total.seeds / took / jobs:.0f} a minute and process), "
+        f"{total.messages} messages, {total.simulated_s / 3600:.1f} hours of theirs; {befell}"
+    )
+    return total

@@ -1,0 +1,96 @@
+"""Says what is wrong with how a job has gone, if anything is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from fleet.errors import FleetError
+
+from .job import Outcome, noted, run
+from .scenario import Scenario, Setting
+
+#: In these every worker's every step has its effect whatever the others do.
+_IN_STEP = ("sync",)
+#: In these a step is over when the servers have it.
+_WAITS = ("sync", "ssp", "gba", "auto")
+#: In these a gradient may come too late, and is dropped.
+_DROPS = ("gba", "auto")
+
+
+def broken(outcome: Outcome, undisturbed: Callable[[Setting], Outcome]) -> list[str]:
+    """Return a sentence for everything that must not be."""
+    return [*_always(outcome), *_when_it_ends_well(outcome, undisturbed), *_ends_well(outcome)]
+
+
+def _always(outcome: Outcome) -> Iterator[str]:
+    setting = outcome.scenario.setting
+    for name in outcome.hang:
+        yield f"{name} has not ended after {outcome.lasted_s:.0f} s"
+    for name, error in outcome.errors.items():
+        if not isinstance(error, FleetError):
+            yield f"{name} failed by something that is no error of Fleet's: {error!r}"
+        elif not error.what or str(error) == repr(error):
+            yield f"{name} failed and does not say why: {error!r}"
+        elif "ProtocolError" in repr(error) or "the server failed on this request" in repr(error):
+            yield f"{name} found something in the protocol that cannot be: {error}"
+    for worker, begin, done in outcome.told.begins:
+        if begin < done and setting.mode in _WAITS and not outcome.scenario.may_fail:
+            yield f"worker {worker} began at step {begin} although it had heard that {done} were done"
+
+
+def _ends_well(outcome: Outcome) -> Iterator[str]:
+    if outcome.scenario.may_fail:
+        return
+    for name, error in outcome.errors.items():
+        yield f"{name} failed although nothing had befallen the job that may end it: {error}"
+
+
+def _when_it_ends_well(outcome: Outcome, undisturbed: Callable[[Setting], Outcome]) -> Iterator[str]:
+    """Look at what a job has learnt when all of its workers say that it is done."""
+    setting = outcome.scenario.setting
+    ends = outcome.told.ends
+    if outcome.errors or outcome.hang or len(ends) < setting.workers:
+        return
+    if setting.mode == "geo":  # each has values of its own, which the last exchange has brought together or not
+        return
+    first = ends[0]
+    for worker, end in ends.items():
+        for name, value in end.items():
+            if not torch.equal(value, first[name]):
+                yield f"workers 0 and {worker} end with other values of {name}"
+    if setting.mode in _IN_STEP and not outcome.scenario.may_fail:
+        for name, value in undisturbed(setting).told.ends[0].items():
+            if not torch.equal(value, first[name]):
+                yield f"{name} differs from that of the undisturbed job"
+    if setting.optimizer != "Adam":
+        yield from _every_step_once(outcome, first, undisturbed)
+
+
+def _every_step_once(
+    outcome: Outcome, end: dict[str, torch.Tensor], undisturbed: Callable[[Setting], Outcome]
+) -> Iterator[str]:
+    setting = outcome.scenario.setting
+    usual = noted(undisturbed(setting).told.ends[0], setting)
+    for what, values, before in zip(("the parameter", "the rows"), noted(end, setting), usual, strict=True):
+        once = before[before != 0][:1]
+        for worker in range(setting.workers):
+            for step in range(setting.steps):
+                value = values[worker, step]
+                if value == 0 and (setting.mode in _DROPS or outcome.scenario.may_fail):
+                    continue
+                if not torch.isclose(value, once[0], rtol=1e-4):
+                    yield f"step {step} of worker {worker} has {value:.4f} in {what}, and not {once[0]:.4f}"
+
+
+def undisturbed_runs(folder: Path) -> Callable[[Setting], Outcome]:
+    """Return a function that runs a job that nothing befalls, once for all that have the same setting."""
+
+    @lru_cache(64)
+    def undisturbed(setting: Setting) -> Outcome:
+        return run(Scenario(0, setting), folder / "undisturbed")
+
+    return undisturbed

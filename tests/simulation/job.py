@@ -1,0 +1,317 @@
+"""Runs one scenario: real servers and workers, in simulated processes, and whatever befalls them."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch._dynamo  # the first optimizer would import it
+
+import fleet.nn
+from fleet import Fleet
+from fleet.ps.server.durability import state_directory
+from fleet.role_maker import Role, UserDefinedRoleMaker
+from fleet.strategy.parameter_server import Strategy, StrategyFactory
+
+from . import scenario as kinds
+from .disk import Disk
+from .network import Message, Wires
+from .scenario import Fault, Scenario, Setting
+from .scheduler import Process, Scheduler, Thread
+from .threads import installed
+
+#: A job that is not over after so long, on the simulation's clock, hangs.
+PATIENCE_S = 20 * kinds.DEADLINE_S
+#: How long a worker computes.
+_THINKS_S = (0.0, 0.02)
+#: A process that a signal has killed is started again so many times.
+_RESTARTS = 20
+
+STRATEGIES: dict[str, Callable[[], Strategy]] = {
+    "sync": StrategyFactory.create_sync_strategy,
+    "async": StrategyFactory.create_async_strategy,
+    "half_async": lambda: StrategyFactory.create_half_async_strategy(max_merge_var_num=3),
+    "ssp": lambda: StrategyFactory.create_ssp_strategy(staleness=2),
+    "gba": StrategyFactory.create_gba_strategy,
+    "auto": StrategyFactory.create_auto_strategy,
+    "geo": lambda: StrategyFactory.create_geo_strategy(2),
+    "dc_asgd": lambda: StrategyFactory.create_async_strategy(dc_asgd_lambda=0.5),
+}
+
+
+class Model(torch.nn.Module):
+    """Notes every step of every worker: by a gradient of one, in a place of its own in a parameter, and in a row. Two
+    more tables and a layer make updates on which all that came before has its effect.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__()
+        self.steps = torch.nn.Parameter(torch.zeros(setting.workers, setting.steps))
+        self.rows = fleet.nn.Embedding(None, 1, initializer="zeros")
+        self.shared = torch.nn.Embedding(40, 4, sparse=True)
+        self.head = torch.nn.Linear(4, 1)
+
+    def loss(self, worker: int, step: int) -> torch.Tensor:
+        noted = self.steps[worker, step] + self.rows(torch.tensor([place(worker, step)])).sum()
+        ids = torch.tensor([step % 7, 10 + (worker * 3 + step) % 30])
+        return noted + (self.head(self.shared(ids)).tanh() - 0.5).square().mean()
+
+
+def place(worker: int, step: int) -> int:
+    return 1000 * worker + step
+
+
+def noted(state: dict[str, torch.Tensor], setting: Setting) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what has become of every worker's every step, by the dense parameter and by the rows."""
+    ids = torch.tensor([[place(worker, step) for step in range(setting.steps)] for worker in range(setting.workers)])
+    rows = torch.zeros(setting.workers * 1000)
+    rows[state["rows.ids"]] = state["rows.weight"][:, 0]
+    return state["steps"], rows[ids]
+
+
+@dataclass
+class Told:
+    """Is what the workers of a job have seen."""
+
+    #: steps that a worker has heard to be done: (worker, step)
+    done: set[tuple[int, int]] = field(default_factory=set)
+    #: what each worker has in the end
+    ends: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
+    #: where a life of a worker began, and how far the same worker had come by then: (worker, step, steps done)
+    begins: list[tuple[int, int, int]] = field(default_factory=list)
+
+
+@dataclass
+class Outcome:
+    scenario: Scenario
+    told: Told
+    #: by process: the error that its last life ended with
+    errors: dict[str, BaseException]
+    #: those that have not ended
+    hang: list[str]
+    messages: list[Message]
+    #: faults that have come to pass, and when
+    struck: list[tuple[float, Fault]]
+    kills: Counter[str]
+    lasted_s: float
+    turns: int
+
+    @property
+    def digest(self) -> str:
+        """Return a number for all that has happened: two runs of a scenario have the same."""
+        ends = [
+            (worker, name, value.numpy().tobytes())
+            for worker, end in sorted(self.told.ends.items())
+            for name, value in end.items()
+        ]
+        told = (self.messages, self.struck, ends, sorted(self.told.done), sorted(map(str, self.errors.values())))
+        return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
+
+
+class _Life:
+    """One process at a time under one name: started, killed, and started again."""
+
+    def __init__(self, job: Simulation, name: str, run: Callable[[_Life], None]) -> None:
+        self.job = job
+        self.name = name
+        self.restarts = 0
+        self.is_down = True
+        self.process = Process(name)
+        self.fleet: Fleet | None = None
+        self.disk: Disk | None = None
+        self._run = run
+
+    def start(self) -> None:
+        self.process = Process(self.name)
+        self.process.disk = self.disk
+        self.is_down = False
+        self.thread = Thread(self.job.scheduler, self.process, lambda: self._run(self), self.name)
+        self.thread.waiters.append(self.job.watcher)
+        self.job.scheduler.start(self.thread)
+
+    @property
+    def has_ended(self) -> bool:
+        return not self.is_down and self.thread.has_ended
+
+    def kill(self, fault: Fault) -> None:
+        """End it as SIGKILL or a power cut does, and start it again some time later."""
+        if self.is_down or self.thread.has_ended or self.restarts >= _RESTARTS:
+            return
+        self.is_down = True
+        self.restarts += 1
+        self.job.kills[self.name.rstrip("0123456789")] += 1
+        scheduler, process = self.job.scheduler, self.process
+        self.job.wires.forget(process, silently=fault.kind == kinds.POWER)
+        scheduler.at(fault.for_s, self.start)
+
+        def unwind() -> None:
+            scheduler.unwind(process)
+
+        if self.disk is None:
+            unwind()
+        else:
+            loses_power, turns_a_bit = fault.kind == kinds.POWER, fault.kind == kinds.BIT
+            self.disk.killed(unwind, loses_power=loses_power, turns_a_bit=turns_a_bit)
+        scheduler.leave(process)
+
+
+class Simulation:
+    def __init__(self, scenario: Scenario, folder: Path) -> None:
+        self.scenario = scenario
+        self.setting = setting = scenario.setting
+        self.folder = folder
+        self.scheduler = Scheduler(scenario.seed, preemption=scenario.preemption)
+        self.watcher = self.scheduler.current
+        self.wires = Wires(self.scheduler, scenario.seed)
+        self.wires.on_moment = self._moment
+        self.told = Told()
+        self.kills: Counter[str] = Counter()
+        self.struck: list[tuple[float, Fault]] = []
+        self._moments = 0
+        self._faults = {fault.moment: fault for fault in reversed(scenario.faults)}
+        self._endpoints = [f"server{index}:1" for index in range(setting.servers)]
+        self.lives = {
+            **{f"server{index}": _Life(self, f"server{index}", self._serve) for index in range(setting.servers)},
+            **{f"worker{index}": _Life(self, f"worker{index}", self._work) for index in range(setting.workers)},
+        }
+        self._environ = {
+            "FLEET_JOB_ID": "simulated",
+            "FLAGS_rpc_deadline": f"{kinds.DEADLINE_S * 1000:.0f}",
+            "FLEET_HEARTBEAT_S": f"{kinds.HEARTBEAT_S}",
+            "FLEET_STARTUP_DEADLINE_S": f"{kinds.DEADLINE_S}",
+            "FLAGS_rpc_retry_times": "1000000",
+        }
+        if setting.durable:
+            for life in self.lives.values():
+                if life.name.startswith("server"):
+                    life.disk = Disk(folder / life.name, f"{scenario.seed} {life.name}", self._moment)
+
+    # ---------------------------------------------------------------- what its processes do
+
+    def _fleet(self, life: _Life, role: Role) -> Fleet:
+        environ = dict(self._environ)
+        if life.disk is not None:
+            environ |= {"FLEET_DURABLE_DIR": str(life.disk.folder), "FLEET_DURABLE_SYNC": self.setting.durable}
+        life.fleet = Fleet(environ=environ, network=self.wires.of(life.process))
+        index = int(life.name[len("worker") :])
+        life.fleet.init(UserDefinedRoleMaker(index, role, self.setting.workers, self._endpoints))
+        return life.fleet
+
+    def _serve(self, life: _Life) -> None:
+        here = self._fleet(life, Role.SERVER)
+        here.init_server()
+        here.run_server()
+
+    def _work(self, life: _Life) -> None:
+        here, setting, told = self._fleet(life, Role.WORKER), self.setting, self.told
+        worker = here.worker_index()
+        try:
+            torch.manual_seed(1)
+            model = Model(setting)
+            kind = getattr(torch.optim, setting.optimizer)
+            optimizer = here.distributed_optimizer(
+                kind(model.parameters(), lr=0.5), STRATEGIES[setting.mode](), model=model
+            )
+            here.init_worker()
+            begin = here.resume_step()
+            told.begins.append((worker, begin, sum(each == worker for each, _ in told.done)))
+            for step in range(begin, setting.steps):
+                optimizer.minimize(model.loss(worker, step))
+                told.done.add((worker, step))
+                self.scheduler.block(self.wires.draw.uniform(*_THINKS_S))
+            here.barrier_worker()
+            told.ends[worker] = here.state_dict(model)
+            here.stop_worker()
+        except Exception as error:
+            if here._chosen is not None:  # as the guard of a script does that ends by an exception
+                here._chosen.abort(repr(error))
+            raise
+
+    # ---------------------------------------------------------------- what befalls it
+
+    def _moment(self) -> str:
+        """Let happen what is due at this moment; return what becomes of the message, if it is one."""
+        self._moments += 1
+        fault = self._faults.pop(self._moments, None)
+        if fault is None:
+            return ""
+        self.struck.append((self.scheduler.now, fault))
+        if fault.kind in kinds.MESSAGE_FAULTS:
+            return fault.kind
+        life = self.lives.get(fault.whom)
+        if life is not None:
+            self._strike(life, fault)
+        return ""
+
+    def _strike(self, life: _Life, fault: Fault) -> None:
+        scheduler, wires, process = self.scheduler, self.wires, life.process
+        if fault.kind in (kinds.KILL, kinds.POWER, kinds.BIT):
+            life.kill(fault)
+        elif fault.kind == kinds.PAUSE:
+            scheduler.pause(process)
+            scheduler.at(fault.for_s, lambda: scheduler.resume(process))
+        elif fault.kind in (kinds.CUT, kinds.CUT_IN, kinds.CUT_OUT):
+            for other in self.lives:
+                if fault.kind != kinds.CUT_OUT:
+                    wires.cut(other, life.name)
+                if fault.kind != kinds.CUT_IN:
+                    wires.cut(life.name, other)
+            scheduler.at(fault.for_s, wires.heal)
+        elif fault.kind == kinds.CLOCK:
+            process.wall_offset_s += fault.for_s * 1000 - 3000
+        elif life.disk is not None:
+            disk, what = life.disk, "is_full" if fault.kind == kinds.FULL else "lies"
+            setattr(disk, what, True)
+            scheduler.at(fault.for_s, lambda: setattr(disk, what, False))
+
+    # ---------------------------------------------------------------- the run
+
+    def run(self) -> Outcome:
+        with installed(self.scheduler, self.scenario.seed), self._small_journals():
+            for life in self.lives.values():
+                life.start()
+            until = PATIENCE_S
+            while self.scheduler.now < until and not all(life.has_ended for life in self.lives.values()):
+                self.scheduler.block(until - self.scheduler.now)
+            hang = [life.name for life in self.lives.values() if not life.has_ended]
+            lasted_s = self.scheduler.now
+            ended = [life for life in self.lives.values() if life.has_ended]
+            errors = {life.name: life.thread.error for life in ended if life.thread.error is not None}
+            for life in self.lives.values():
+                self.scheduler.unwind(life.process)
+                if life.disk is not None:
+                    life.disk.close()
+        return Outcome(
+            self.scenario,
+            self.told,
+            errors,
+            hang,
+            self.wires.messages,
+            self.struck,
+            self.kills,
+            lasted_s,
+            self.scheduler.turns,
+        )
+
+    @contextlib.contextmanager
+    def _small_journals(self) -> Iterator[None]:
+        before = state_directory.JOURNAL_BYTES
+        state_directory.JOURNAL_BYTES = self.setting.journal_bytes
+        try:
+            yield
+        finally:
+            state_directory.JOURNAL_BYTES = before
+
+
+def run(scenario: Scenario, folder: Path) -> Outcome:
+    """Run a scenario, with a folder that is there for it alone and is gone afterwards."""
+    try:
+        return Simulation(scenario, folder).run()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

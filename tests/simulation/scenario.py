@@ -1,0 +1,136 @@
+"""Draws a job and what befalls it from one number."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+MESSAGE_FAULTS = LOST, UNANSWERED, TWICE = "lost", "unanswered", "twice"
+KILL, POWER, BIT, PAUSE, CUT, CUT_IN, CUT_OUT, CLOCK, FULL, LIES = (
+    "kill",
+    "power",
+    "bit",
+    "pause",
+    "cut",
+    "cut in",
+    "cut out",
+    "clock",
+    "full disk",
+    "lying disk",
+)
+
+#: The job's deadline for silence; whatever befalls it and is shorter than that must not end it.
+DEADLINE_S = 60.0
+HEARTBEAT_S = 1.0
+#: The longest that one of its misfortunes lasts. A few at once are still shorter than the deadline.
+LONGEST_S = 6.0
+
+MODES = ("sync", "async", "half_async", "ssp", "gba", "auto", "geo", "dc_asgd")
+
+
+@dataclass(frozen=True, order=True)
+class Fault:
+    """Befalls a job at one of its moments: each message, and each time that something is written to a disk."""
+
+    moment: int
+    kind: str
+    #: a process, or nobody in particular
+    whom: str = ""
+    #: how long it is away, or stopped, or cut off
+    for_s: float = 0.0
+
+    def __str__(self) -> str:
+        whom = f" of {self.whom}" if self.whom else ""
+        how_long = f", {self.for_s:.2f} s" if self.for_s else ""
+        return f"moment {self.moment}: {self.kind}{whom}{how_long}"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Is the job, without what befalls it. All that two equal ones do alike is known once one was run."""
+
+    mode: str = "sync"
+    workers: int = 3
+    servers: int = 3
+    steps: int = 30
+    optimizer: str = "SGD"
+    #: "" for servers that keep nothing, else FLEET_DURABLE_SYNC
+    durable: str = ""
+    #: a snapshot is due when a journal has so many bytes
+    journal_bytes: int = 256 << 20
+    #: steps between two checkpoints, of which the second of two is a delta; none if 0
+    checkpoint_every: int = 0
+    #: a model that is served follows the job
+    follower: bool = False
+    #: the worker that moves the job, before this step, to how many servers
+    moves: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def names(self) -> list[str]:
+        most = max([self.servers, *(servers for _, servers in self.moves)])
+        return [f"server{index}" for index in range(most)] + [f"worker{index}" for index in range(self.workers)]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    seed: int
+    setting: Setting
+    faults: tuple[Fault, ...] = ()
+    #: how likely a thread gives way where it takes a lock
+    preemption: float = 0.0
+
+    def without_faults(self) -> Scenario:
+        return replace(self, faults=())
+
+    @property
+    def may_fail(self) -> bool:
+        """Say whether something befalls it that may end the job, by an error that names it."""
+        kinds = {fault.kind for fault in self.faults}
+        is_mortal = not self.setting.durable
+        loses_state = POWER in kinds and self.setting.durable != "always"
+        return bool(kinds & {BIT, FULL, LIES}) or loses_state or (is_mortal and self._kills_a_server)
+
+    @property
+    def _kills_a_server(self) -> bool:
+        return any(fault.kind in (KILL, POWER) and fault.whom.startswith("server") for fault in self.faults)
+
+
+def drawn(seed: int, *, share: float = 0.05) -> Scenario:
+    """Return the scenario of a seed, with faults at this share of its messages."""
+    draw = random.Random(f"scenario {seed}")
+    mode = draw.choice((*MODES, "sync", "sync", "async"))
+    durable = draw.choice(("", "always", "interval", "os", "always"))
+    setting = Setting(
+        mode=mode,
+        workers=draw.randint(1, 3),
+        servers=draw.randint(1, 3),
+        steps=draw.randint(4, 30),
+        optimizer=draw.choice(("SGD", "SGD", "Adagrad", "Adam")),
+        durable=durable,
+        journal_bytes=draw.choice((256 << 20, 2000, 10000)) if durable else 256 << 20,
+    )
+    setting = with_more(setting, draw)
+    return Scenario(seed, setting, draw_faults(setting, draw, share), draw.choice((0.0, 0.01, 0.1)))
+
+
+def with_more(setting: Setting, draw: random.Random) -> Setting:
+    """Add what only some jobs have."""
+    return setting
+
+
+def draw_faults(setting: Setting, draw: random.Random, share: float) -> tuple[Fault, ...]:
+    moments = setting.steps * setting.workers * setting.servers * 5 + 40
+    faults = [
+        Fault(moment, draw.choice(MESSAGE_FAULTS)) for moment in range(moments) if draw.random() < share * draw.random()
+    ]
+    kinds = [KILL, KILL, KILL, PAUSE, PAUSE, CUT, CUT_IN, CUT_OUT, CLOCK, POWER]
+    if draw.random() < 0.1:
+        kinds += [BIT, FULL, LIES]
+    for _ in range(draw.choice((0, 0, 1, 1, 2, 3, 4))):
+        kind, whom = draw.choice(kinds), draw.choice(setting.names)
+        if kind in (POWER, BIT, FULL, LIES):
+            whom = f"server{draw.randrange(setting.servers)}"
+        if not setting.durable and whom.startswith("server") and kind == KILL and draw.random() < 0.8:
+            continue  # that ends the job, which is not what most of these are to try
+        faults.append(Fault(draw.randrange(moments), kind, whom, round(draw.uniform(0.0, LONGEST_S), 2)))
+    return tuple(sorted(faults))

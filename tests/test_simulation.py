@@ -1,0 +1,237 @@
+"""Whole jobs on a simulated network, disk, clock and scheduler: what they have found, and a few seeds more."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from simulation.invariants import broken, undisturbed_runs
+from simulation.job import Outcome, run
+from simulation.scenario import CUT, KILL, LOST, PAUSE, POWER, TWICE, UNANSWERED, Fault, Scenario, Setting, drawn
+from simulation.scheduler import Process, Scheduler, Thread
+from simulation.story import shrunk, told
+from simulation.threads import Condition, Event, Lock, installed
+
+Undisturbed = Callable[[Setting], Outcome]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Undisturbed]:
+    yield undisturbed_runs(tmp_path_factory.mktemp("undisturbed"))
+    gc.collect()
+
+
+def wrong_with(scenario: Scenario, folder: Path, undisturbed: Undisturbed) -> str:
+    """The story of a run in which something is wrong; nothing if nothing is."""
+    outcome = run(scenario, folder / "job")
+    wrong = broken(outcome, undisturbed)
+    return told(outcome, wrong) if wrong else ""
+
+
+# ---------------------------------------------------------------- what it has found
+
+
+FOUND = {
+    # The folder of a server's state was there, and its name was not on the disk: power that failed took all with it.
+    "a folder that is not on the disk": Scenario(
+        2, Setting("ssp", 1, 1, 4, durable="always"), (Fault(20, POWER, "server0", 0.5),)
+    ),
+    # A server had kept that a worker joined, and not the initial values: the push of another worker was called wrong.
+    "initial values that were not kept": Scenario(
+        54,
+        Setting("half_async", 2, 2, 3, durable="interval", journal_bytes=10000),
+        (Fault(20, TWICE), Fault(79, POWER, "server0", 0.06)),
+    ),
+}
+
+
+@pytest.mark.parametrize("found", FOUND)
+def test_what_was_found_stays_mended(found: str, tmp_path: Path, undisturbed: Undisturbed) -> None:
+    wrong = wrong_with(FOUND[found], tmp_path, undisturbed)
+    assert not wrong, wrong
+
+
+# ---------------------------------------------------------------- seeds
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_seed(seed: int, tmp_path: Path, undisturbed: Undisturbed) -> None:
+    wrong = wrong_with(drawn(seed), tmp_path, undisturbed)
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("seed", [3, 8])
+def test_a_seed_is_a_run(seed: int, tmp_path: Path) -> None:
+    """The same messages at the same times, the same numbers in the end, and another seed gives another run."""
+    first, second, other = (run(drawn(each), tmp_path / "job") for each in (seed, seed, seed + 1))
+    assert first.messages == second.messages
+    assert first.digest == second.digest != other.digest
+    assert first.turns == second.turns
+
+
+def test_a_job_in_which_nothing_goes_wrong(tmp_path: Path) -> None:
+    """Every message arrives, and the faults of others are not its own."""
+    setting = Setting(steps=5)
+    outcome = run(Scenario(7, setting), tmp_path / "job")
+    assert not outcome.errors
+    assert not outcome.hang
+    assert not outcome.struck
+    assert not any(message.fate for message in outcome.messages)
+    assert outcome.told.done == {(worker, step) for worker in range(3) for step in range(5)}
+
+
+@pytest.mark.parametrize("kind", [LOST, UNANSWERED, TWICE, KILL, PAUSE, CUT, POWER])
+def test_faults_come_to_pass(kind: str, tmp_path: Path, undisturbed: Undisturbed) -> None:
+    """At the moment that is told, to whom it is told; and a durable job goes on."""
+    is_of_messages = kind in (LOST, UNANSWERED, TWICE)
+    faults = tuple(Fault(moment, kind, "" if is_of_messages else "server1", 1.0) for moment in range(60, 80))
+    setting = Setting(servers=2, workers=2, steps=8, durable="always")
+    outcome = run(Scenario(1, setting, faults), tmp_path / "job")
+    assert [fault for _, fault in outcome.struck] == list(faults)
+    assert not broken(outcome, undisturbed)
+    if kind in (KILL, POWER):
+        assert outcome.kills["server"] > 0
+    if is_of_messages:
+        assert any(message.fate == kind for message in outcome.messages)
+    else:
+        assert outcome.lasted_s > 1.0
+
+
+# ---------------------------------------------------------------- that it would see what is wrong
+
+
+def test_a_job_that_hangs_is_seen(tmp_path: Path, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("simulation.job.PATIENCE_S", 0.05)
+    outcome = run(Scenario(1, Setting(workers=2, servers=1, steps=30)), tmp_path / "job")
+    assert [each.split(" after")[0] for each in broken(outcome, undisturbed)] == [
+        f"{name} has not ended" for name in ("server0", "worker0", "worker1")
+    ]
+
+
+def test_a_step_that_counts_twice_is_seen(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    outcome = run(Scenario(1, Setting(workers=2, servers=1, steps=3)), tmp_path / "job")
+    assert not broken(outcome, undisturbed)
+    for end in outcome.told.ends.values():
+        end["steps"][1, 2] *= 2
+    assert any("step 2 of worker 1" in each for each in broken(outcome, undisturbed))
+    outcome.told.ends[1]["head.bias"] += 1
+    assert any("end with other values of head.bias" in each for each in broken(outcome, undisturbed))
+
+
+def test_a_scenario_is_made_shorter() -> None:
+    """What has nothing to do with a failure goes, and what it needs stays."""
+    guilty = {Fault(10, KILL, "server1", 4.0), Fault(30, LOST)}
+    innocent = {Fault(moment, LOST) for moment in range(40, 90)}
+    scenario = Scenario(1, Setting(steps=30), tuple(sorted(guilty | innocent)), preemption=0.1)
+
+    def fails(each: Scenario) -> bool:
+        kinds = {(fault.moment, fault.kind) for fault in each.faults}
+        return {(10, KILL), (30, LOST)} <= kinds and each.setting.steps > 3 and each.setting.workers > 1
+
+    least = shrunk(scenario, fails)
+    assert [(fault.moment, fault.kind) for fault in least.faults] == [(10, KILL), (30, LOST)]
+    assert (least.setting.steps, least.setting.workers, least.setting.servers, least.preemption) == (4, 2, 2, 0.0)
+
+
+def test_a_story_is_a_picture(tmp_path: Path) -> None:
+    scenario = Scenario(1, Setting(workers=1, servers=1, steps=1), (Fault(9, PAUSE, "server0", 0.5),))
+    story = told(run(scenario, tmp_path / "job"), ["something"])
+    assert "WRONG: something" in story
+    lines = [line for line in story.splitlines() if "push 1" in line]
+    assert [("+-" in line and "->" in line, "<-" in line) for line in lines] == [(True, False), (False, True)]
+    assert any("**** moment 9: pause of server0, 0.50 s" in line for line in story.splitlines())
+
+
+# ---------------------------------------------------------------- the scheduler
+
+
+def threads_of(scheduler: Scheduler, *works: Callable[[], object]) -> list[Thread]:
+    process = Process("test")
+    threads = [Thread(scheduler, process, work, f"thread {at}") for at, work in enumerate(works)]
+    for thread in threads:
+        scheduler.start(thread)
+    return threads
+
+
+def test_time_passes_when_all_wait_and_not_otherwise() -> None:
+    scheduler = Scheduler(1)
+    with installed(scheduler, 1):
+        event, seen = Event(), []
+
+        def wait() -> None:
+            seen.append((event.wait(5.0), scheduler.now))
+            seen.append((event.wait(500.0), scheduler.now))
+
+        def wake() -> None:
+            scheduler.block(7.0)
+            event.set()
+
+        for thread in threads_of(scheduler, wait, wake):
+            scheduler.join(thread)
+    assert seen == [(False, 5.0), (True, 7.0)]
+
+
+def test_a_lock_is_held_by_one_whoever_gives_way() -> None:
+    scheduler = Scheduler(3, preemption=0.5)
+    with installed(scheduler, 3):
+        lock, inside, most = Lock(), [0], [0]
+
+        def work() -> None:
+            for _ in range(50):
+                with lock:
+                    inside[0] += 1
+                    most[0] = max(most[0], inside[0])
+                    scheduler.give_way()
+                    inside[0] -= 1
+
+        for thread in threads_of(scheduler, work, work, work):
+            scheduler.join(thread)
+    assert most == [1]
+
+
+def test_a_killed_process_does_nothing_more() -> None:
+    scheduler = Scheduler(5)
+    with installed(scheduler, 5):
+        changed, done = Condition(), []
+
+        def wait() -> None:
+            try:
+                with changed:
+                    changed.wait()
+                done.append("woken")
+            finally:
+                with changed:  # whatever it does on its way out
+                    done.append("entered")
+
+        threads = threads_of(scheduler, wait, wait)
+        scheduler.block(1.0)
+        scheduler.unwind(threads[0].process)
+        assert all(thread.has_ended for thread in threads)
+    assert done == []
+
+
+def test_a_process_that_is_stopped_goes_on_later() -> None:
+    scheduler = Scheduler(7)
+    with installed(scheduler, 7):
+        seen: list[float] = []
+
+        def work() -> None:
+            for _ in range(3):
+                scheduler.block(1.0)
+                seen.append(scheduler.now)
+
+        (thread,) = threads_of(scheduler, work)
+        scheduler.block(1.5)
+        scheduler.pause(thread.process)
+        scheduler.at(10.0, lambda: scheduler.resume(thread.process))
+        scheduler.join(thread)
+    assert seen == [1.0, 11.5, 12.5]
+
+
+def test_another_setting_draws_other_faults() -> None:
+    scenario = drawn(11)
+    assert drawn(11) == scenario != drawn(12)
+    assert replace(scenario, faults=()) == scenario.without_faults()
