@@ -23,7 +23,13 @@ _DROPS = ("gba", "auto")
 
 def broken(outcome: Outcome, undisturbed: Callable[[Setting], Outcome]) -> list[str]:
     """Return a sentence for everything that must not be."""
-    return [*_always(outcome), *_when_it_ends_well(outcome, undisturbed), *_ends_well(outcome)]
+    return [
+        *_always(outcome),
+        *_when_it_ends_well(outcome, undisturbed),
+        *_ends_well(outcome),
+        *_checkpoints(outcome),
+        *_followed(outcome),
+    ]
 
 
 def _always(outcome: Outcome) -> Iterator[str]:
@@ -84,6 +90,36 @@ def _every_step_once(
                     continue
                 if not torch.isclose(value, once[0], rtol=1e-4):
                     yield f"step {step} of worker {worker} has {value:.4f} in {what}, and not {once[0]:.4f}"
+
+
+def _is_cut_at(step: int, values: torch.Tensor) -> bool:
+    """Say whether every worker's steps before this one have had their effect, and no later ones."""
+    return bool((values[:, :step] != 0).all()) and not bool(values[:, step:].any())
+
+
+def _checkpoints(outcome: Outcome) -> Iterator[str]:
+    """A checkpoint is whole, and of one moment."""
+    yield from outcome.told.damaged
+    if outcome.scenario.setting.mode in _IN_STEP and not outcome.scenario.may_fail:
+        for step, *each in outcome.told.saved:
+            for what, values in zip(("the parameter", "the rows"), each, strict=True):
+                if not _is_cut_at(step, values):
+                    yield f"the checkpoint of step {step} has in {what} {values.tolist()}"
+
+
+def _followed(outcome: Outcome) -> Iterator[str]:
+    """A model that follows has one version at a time, and never an older one."""
+    setting = outcome.scenario.setting
+    for life in outcome.told.followed:
+        last = 0
+        for version, steps, rows in life:
+            if version < last and not outcome.scenario.may_fail:
+                yield f"the version of a model that follows went back from {last} to {version}"
+            last = version
+            if setting.mode in ("sync", "gba", "auto") and not torch.equal(steps != 0, rows != 0):
+                yield f"version {version} of a model that follows has {steps.tolist()} and rows {rows.tolist()}"
+            if setting.mode == "sync" and not _is_cut_at(version, steps):
+                yield f"version {version} of a model that follows has {steps.tolist()}"
 
 
 def undisturbed_runs(folder: Path) -> Callable[[Setting], Outcome]:

@@ -10,19 +10,28 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch._dynamo  # the first optimizer would import it
 
 import fleet.nn
-from fleet import Fleet
+from fleet import Checkpoints, Fleet
+from fleet.base.cluster import Endpoint
+from fleet.checkpoint.inspection import WEIGHT, Problem, Rows, parameters, verify
+from fleet.checkpoint.places import place_at
+from fleet.checkpoint.series import complete
+from fleet.errors import CheckpointError, FleetError
 from fleet.ps.server.durability import state_directory
 from fleet.role_maker import Role, UserDefinedRoleMaker
+from fleet.serving.followed_model import FollowedModel
+from fleet.serving.follower import Follower
+from fleet.serving.server_source import ServerSource
 from fleet.strategy.parameter_server import Strategy, StrategyFactory
 
 from . import scenario as kinds
 from .disk import Disk
 from .network import Message, Wires
-from .scenario import Fault, Scenario, Setting
+from .scenario import FOLLOWER, Fault, Scenario, Setting
 from .scheduler import Process, Scheduler, Thread
 from .threads import installed
 
@@ -67,12 +76,15 @@ def place(worker: int, step: int) -> int:
     return 1000 * worker + step
 
 
+def ids_of(setting: Setting) -> torch.Tensor:
+    return torch.tensor([[place(worker, step) for step in range(setting.steps)] for worker in range(setting.workers)])
+
+
 def noted(state: dict[str, torch.Tensor], setting: Setting) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what has become of every worker's every step, by the dense parameter and by the rows."""
-    ids = torch.tensor([[place(worker, step) for step in range(setting.steps)] for worker in range(setting.workers)])
     rows = torch.zeros(setting.workers * 1000)
     rows[state["rows.ids"]] = state["rows.weight"][:, 0]
-    return state["steps"], rows[ids]
+    return state["steps"], rows[ids_of(setting)]
 
 
 @dataclass
@@ -85,6 +97,12 @@ class Told:
     ends: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
     #: where a life of a worker began, and how far the same worker had come by then: (worker, step, steps done)
     begins: list[tuple[int, int, int]] = field(default_factory=list)
+    #: what a model that follows has had, in each of its lives: its version, and what ``noted`` says of its values
+    followed: list[list[tuple[int, torch.Tensor, torch.Tensor]]] = field(default_factory=list)
+    #: of each checkpoint that can be gone back to: its step, and what ``noted`` says of it
+    saved: list[tuple[int, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    #: what is wrong with checkpoints that are there
+    damaged: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -174,11 +192,13 @@ class Simulation:
         self.kills: Counter[str] = Counter()
         self.struck: list[tuple[float, Fault]] = []
         self._moments = 0
+        self._storage = str(folder / "storage")
         self._faults = {fault.moment: fault for fault in reversed(scenario.faults)}
         self._endpoints = [f"server{index}:1" for index in range(setting.servers)]
         self.lives = {
             **{f"server{index}": _Life(self, f"server{index}", self._serve) for index in range(setting.servers)},
             **{f"worker{index}": _Life(self, f"worker{index}", self._work) for index in range(setting.workers)},
+            **({FOLLOWER: _Life(self, FOLLOWER, self._follow)} if setting.follower else {}),
         }
         self._environ = {
             "FLEET_JOB_ID": "simulated",
@@ -221,10 +241,13 @@ class Simulation:
             here.init_worker()
             begin = here.resume_step()
             told.begins.append((worker, begin, sum(each == worker for each, _ in told.done)))
+            saving = self._checkpoints(here)
             for step in range(begin, setting.steps):
                 optimizer.minimize(model.loss(worker, step))
                 told.done.add((worker, step))
+                _save(saving, "after_step")
                 self.scheduler.block(self.wires.draw.uniform(*_THINKS_S))
+            _save(saving, "close")
             here.barrier_worker()
             told.ends[worker] = here.state_dict(model)
             here.stop_worker()
@@ -232,6 +255,35 @@ class Simulation:
             if here._chosen is not None:  # as the guard of a script does that ends by an exception
                 here._chosen.abort(repr(error))
             raise
+
+    def _checkpoints(self, here: Fleet) -> Checkpoints | None:
+        if not self.setting.checkpoint_every:
+            return None
+        return Checkpoints(self._storage, every_steps=self.setting.checkpoint_every, full_every=2, fleet=here)
+
+    def _follow(self, life: _Life) -> None:
+        """Look at what a model has that is served, again and again, until the job is over."""
+        ids, had = ids_of(self.setting), []
+        self.told.followed.append(had)
+        model = Model(self.setting).eval()
+        servers = [Endpoint.parse(each) for each in self._endpoints]
+        source = ServerSource(servers, self.wires.of(life.process), startup_s=kinds.DEADLINE_S, poll_s=0.02)
+        follower = Follower(FollowedModel(model, None, 256 << 20), source, "the servers")
+        try:
+            follower.begin(kinds.DEADLINE_S)
+            while not self._workers_are_over:
+                with follower.pinned(), torch.no_grad():
+                    had.append((follower.version, model.steps.clone(), model.rows(ids)[..., 0].clone()))
+                self.scheduler.block(0.03)
+        except FleetError:
+            if not self._workers_are_over:  # then there is nobody any more
+                raise
+        finally:
+            follower.close()
+
+    @property
+    def _workers_are_over(self) -> bool:
+        return all(life.has_ended for life in self.lives.values() if life.name.startswith("worker"))
 
     # ---------------------------------------------------------------- what befalls it
 
@@ -287,6 +339,8 @@ class Simulation:
                 self.scheduler.unwind(life.process)
                 if life.disk is not None:
                     life.disk.close()
+        if self.setting.checkpoint_every:
+            self._look_at_checkpoints()
         return Outcome(
             self.scenario,
             self.told,
@@ -299,6 +353,24 @@ class Simulation:
             self.scheduler.turns,
         )
 
+    def _look_at_checkpoints(self) -> None:
+        root = place_at(self._storage)
+        for checkpoint in complete(root):
+            self.told.damaged += [
+                f"{found.where}: {found.what}" for found in verify(checkpoint.where) if isinstance(found, Problem)
+            ]
+            (steps,) = parameters(checkpoint, {"steps"})
+            table = next(each for each in checkpoint.manifest.spec.tables if each.name == "rows.weight")
+            rows = Rows(checkpoint, table)
+            values = np.zeros((len(rows.ids), 1), np.float32)
+            rows.fill({WEIGHT: values})
+            state = {
+                "steps": steps.value,
+                "rows.ids": torch.from_numpy(rows.ids),
+                "rows.weight": torch.from_numpy(values),
+            }
+            self.told.saved.append((checkpoint.manifest.version, *noted(state, self.setting)))
+
     @contextlib.contextmanager
     def _small_journals(self) -> Iterator[None]:
         before = state_directory.JOURNAL_BYTES
@@ -307,6 +379,13 @@ class Simulation:
             yield
         finally:
             state_directory.JOURNAL_BYTES = before
+
+
+def _save(checkpoints: Checkpoints | None, call: str) -> None:
+    """Have a checkpoint written if it is time; one that comes to nothing costs nobody anything but itself."""
+    if checkpoints is not None:
+        with contextlib.suppress(CheckpointError):
+            getattr(checkpoints, call)()
 
 
 def run(scenario: Scenario, folder: Path) -> Outcome:

@@ -25,6 +25,9 @@ HEARTBEAT_S = 1.0
 #: The longest that one of its misfortunes lasts. A few at once are still shorter than the deadline.
 LONGEST_S = 6.0
 
+#: A process that serves a model which follows the job.
+FOLLOWER = "follower0"
+
 MODES = ("sync", "async", "half_async", "ssp", "gba", "auto", "geo", "dc_asgd")
 
 
@@ -62,13 +65,12 @@ class Setting:
     checkpoint_every: int = 0
     #: a model that is served follows the job
     follower: bool = False
-    #: the worker that moves the job, before this step, to how many servers
-    moves: tuple[tuple[int, int], ...] = ()
 
     @property
     def names(self) -> list[str]:
-        most = max([self.servers, *(servers for _, servers in self.moves)])
-        return [f"server{index}" for index in range(most)] + [f"worker{index}" for index in range(self.workers)]
+        names = [f"server{index}" for index in range(self.servers)]
+        names += [f"worker{index}" for index in range(self.workers)]
+        return [*names, FOLLOWER] if self.follower else names
 
 
 @dataclass(frozen=True)
@@ -108,14 +110,10 @@ def drawn(seed: int, *, share: float = 0.05) -> Scenario:
         optimizer=draw.choice(("SGD", "SGD", "Adagrad", "Adam")),
         durable=durable,
         journal_bytes=draw.choice((256 << 20, 2000, 10000)) if durable else 256 << 20,
+        checkpoint_every=draw.choice((0, 0, 0, 2, 5)),
+        follower=draw.random() < 0.2,
     )
-    setting = with_more(setting, draw)
     return Scenario(seed, setting, draw_faults(setting, draw, share), draw.choice((0.0, 0.01, 0.1)))
-
-
-def with_more(setting: Setting, draw: random.Random) -> Setting:
-    """Add what only some jobs have."""
-    return setting
 
 
 def draw_faults(setting: Setting, draw: random.Random, share: float) -> tuple[Fault, ...]:

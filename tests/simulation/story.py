@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from .job import Outcome
-from .scenario import MESSAGE_FAULTS, Fault, Scenario
+from .scenario import FOLLOWER, MESSAGE_FAULTS, Fault, Scenario
 
 #: What of a run is tried while a scenario is made shorter.
 _MOST_TRIALS = 150
@@ -53,6 +53,10 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
     last = max((fault.moment for fault in scenario.faults), default=0)
     if scenario.preemption:
         yield replace(scenario, preemption=0.0)
+    if setting.checkpoint_every:
+        yield replace(scenario, setting=replace(setting, checkpoint_every=0))
+    if setting.follower and FOLLOWER not in {fault.whom for fault in scenario.faults}:
+        yield replace(scenario, setting=replace(setting, follower=False))
     for steps in sorted({setting.steps // 2, setting.steps - 1}):
         if 0 < steps < setting.steps and last < steps * setting.workers * setting.servers * 5 + 40:
             yield replace(scenario, setting=replace(setting, steps=steps))
@@ -81,8 +85,7 @@ def told(outcome: Outcome, wrong: Sequence[str], *, heartbeats: bool = False) ->
 
 
 def _diagram(outcome: Outcome, *, heartbeats: bool) -> Iterator[str]:
-    names = [name for name in outcome.scenario.setting.names if name.startswith("worker")]
-    names += [name for name in outcome.scenario.setting.names if name.startswith("server")]
+    names = sorted(outcome.scenario.setting.names, key=lambda name: name.startswith("server"))
     places = {name: at * _WIDTH + _WIDTH // 2 for at, name in enumerate(names)}
     yield " " * 11 + "".join(f"{name:^{_WIDTH}}" for name in names)
     events: list[tuple[float, int, str]] = []

@@ -4,6 +4,7 @@ comes to use that instead.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib
 import os
@@ -281,12 +282,12 @@ class ThreadPoolExecutor:
         self,
         max_workers: int = 1,
         thread_name_prefix: str = "pool",
-        initializer: Callable[..., Any] = lambda: None,
+        initializer: Callable[..., Any] | None = None,
         initargs: tuple[Any, ...] = (),
     ) -> None:
         self._most = max_workers
         self._prefix = thread_name_prefix
-        self._begin = lambda: initializer(*initargs)
+        self._begin = (lambda: None) if initializer is None else (lambda: initializer(*initargs))
         self._tasks: deque[tuple[Future, Callable[[], Any]]] = deque()
         self._changed = Condition(Lock())
         self._threads: list[ThreadOfFleet] = []
@@ -379,6 +380,7 @@ _STANDS_FOR_THREADING = _Stands(
     Semaphore=Semaphore,
     Thread=ThreadOfFleet,
 )
+_STANDS_FOR_ATEXIT = _Stands(atexit, register=lambda act: act, unregister=lambda _: None)
 _STANDS_FOR_TIME = _Stands(
     time,
     time=lambda: _EPOCH + scheduler().now + scheduler().current.process.wall_offset_s,
@@ -425,6 +427,7 @@ _places: list[tuple[dict[str, Any], str, Any]] = []
 def installed(running: Scheduler, seed: int) -> Iterator[None]:
     """Let all of Fleet wait on this scheduler, and draw from this seed, while the context is entered."""
     stands: dict[int, Any] = {
+        id(atexit): _STANDS_FOR_ATEXIT,
         id(threading): _STANDS_FOR_THREADING,
         id(time): _STANDS_FOR_TIME,
         id(os): _STANDS_FOR_OS,
