@@ -97,6 +97,24 @@ def test_base_and_delta_in_every_kind_of_place(store: str, stores: dict[str, str
 
 
 @pytest.mark.parametrize("store", ["memory", "s3"])
+def test_a_chain_of_directories_may_be_copied_to_a_store(store: str, stores: dict[str, str], tmp_path: Path) -> None:
+    def body(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
+        model, optimizer = join(fleet_)
+        train(model, optimizer, range(3))
+        fleet_.save_persistables(str(tmp_path / "run" / "base"))
+        train(model, optimizer, range(3, 5))
+        fleet_.save_persistables(str(tmp_path / "run" / "delta"), mode="delta")
+        return model.seen()
+
+    (expected,) = run_job(body, 1, 2)
+    for file in [each for each in (tmp_path / "run").rglob("*") if each.is_file()]:
+        folder = f"{stores[store]}/elsewhere/{file.parent.relative_to(tmp_path / 'run').as_posix()}"
+        place_at(folder).create(file.name, [file.read_bytes()])
+    shutil.rmtree(tmp_path / "run")
+    assert same(loaded(f"{stores[store]}/elsewhere/delta"), expected)
+
+
+@pytest.mark.parametrize("store", ["memory", "s3"])
 def test_a_place_without_directories_has_the_same_rules(store: str, stores: dict[str, str]) -> None:
     place = place_at(stores[store])
     place.create("mine", [b"mine"])

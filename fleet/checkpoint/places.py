@@ -221,6 +221,13 @@ class Remote:
     def within(self, name: str) -> Remote:
         return Remote(self._fs, self._at(name), self._protocol)
 
+    def beside(self, relative: str) -> Remote:
+        """Return the place that a relative name means here; ``..`` goes up."""
+        path = self._path
+        for part in PurePosixPath(relative).parts:
+            path = path.rpartition("/")[0] if part == ".." else f"{path}/{part}"
+        return Remote(self._fs, path, self._protocol)
+
     def exists(self) -> bool:
         return self._kind(self._path) is not None
 
@@ -356,6 +363,8 @@ def referred(name: str, seen_from: Place) -> Place:
     """Return the place that ``reference`` named."""
     if isinstance(seen_from, Directory) and "://" not in name:
         return Directory((seen_from.path / name).resolve())
+    if isinstance(seen_from, Remote) and "://" not in name and not os.path.isabs(name):
+        return seen_from.beside(name)  # both were directories, and were copied to a store together
     return place_at(name)
 
 
