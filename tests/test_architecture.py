@@ -121,7 +121,6 @@ ONLY: dict[str, dict[str, str]] = {
         "ps/worker/overlap.py": "sender",
         "ps/worker/new_servers.py": "lock",
         "ps/worker/resizing.py": "copier",
-        "launch/replica_command.py": "event",
         "serving/checkpoint_source.py": "event",
         "serving/editions.py": "lock",
         "serving/follower.py": "follower",

@@ -34,8 +34,10 @@ from fleet.errors import (
     PlanMismatchError,
     ServerLostError,
     StateError,
+    TableFileError,
     UnsupportedError,
 )
+from fleet.launch.cli import main
 from fleet.ps.wire.grpc_server import GrpcNetwork
 from fleet.ps.wire.plain_service import PlainChannel
 from fleet.ps.wire.small_calls import SmallCallChannel
@@ -426,6 +428,60 @@ def test_rows_beyond_a_budget_lie_in_files_and_are_answered_like_others(served: 
     assert list(tmp_path.iterdir()) == [], "nothing is left of it"
 
 
+def test_a_replica_whose_disk_fails_answers_nothing_wrong_and_ends(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fleet.ps.table import row_file
+
+    many, dim = 150_000, 16
+    source = FakeSource(SourceDescription({}, {"t": TableDescription(dim, None, 0.5)}))
+    source.coming.get()
+
+    def rows(ids: Any, version: float) -> Piece:
+        return Piece(rows={"t": RowChanges(ids, torch.full((ids.size, dim), version), np.empty(0, np.int64))})
+
+    source.give(1, [rows(each, 1.0) for each in np.split(np.arange(many), 15)], whole=True)
+    endpoint = served.start(source=source, FLEET_TABLE_MEMORY_MB="8", FLEET_TABLE_DIR=str(tmp_path))
+    replica = served.running[endpoint][0]
+
+    def is_full(*_: object) -> None:
+        raise TableFileError("cannot write the rows that memory has no room for", got="ENOSPC")
+
+    monkeypatch.setattr(row_file, "_write", is_full)
+    with Caller(endpoint) as call:
+        source.give(2, [rows(each, 2.0) for each in np.split(np.arange(many), 15)])
+        with pytest.raises(TableFileError, match="ENOSPC"):
+            replica.serve()
+        for asked in (pb.LookRequest(), asking((0, [0, many - 1]))):
+            with pytest.raises(grpc.RpcError) as refused:
+                call("Look" if isinstance(asked, pb.LookRequest) else "LookUp", asked)
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert "the replica has lost rows, and ends" in str(refused.value.details())
+    assert replica.follower.version == 1
+    assert replica.told()["figures"]["version"] == 0
+
+
+def test_half_of_an_edition_is_read_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Editions()
+    held.fit(DESCRIBED)
+    for version in (1, 2):
+        draft = held.begin(version == 1, version)
+        draft.add(
+            Piece(
+                {"dense.weight": torch.zeros(1, DIM), "dense.bias": torch.zeros(1)},
+                {name: rows_of([0], version) for name in TABLES},
+            )
+        )
+        if version == 2:
+            monkeypatch.setattr(held._kept[-1], "change", None)
+            with pytest.raises(TypeError):
+                draft.publish()
+        else:
+            assert draft.publish()
+    with pytest.raises(NotInitializedError, match="the replica has lost rows, and ends"):
+        held.look_up(None, (0,), np.array([0]), np.array([1]))
+
+
 # ---------------------------------------------------------------------------------------------- a model that asks
 
 
@@ -785,6 +841,29 @@ def test_a_job_its_replica_and_a_predictor(served: Served, free_endpoints: Calla
         go_on.set()
         job.join(threads)
     assert job.errors == {}
+
+
+def test_the_first_signal_ends_a_replica_and_others_do_not_disturb_it() -> None:
+    from fleet.launch.replica_command import _Ended, _Signals
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        with _Signals() as signals:
+            signals.check()
+            with pytest.raises(_Ended, match="SIGTERM"):
+                signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGINT)
+            with pytest.raises(_Ended, match="SIGTERM"):
+                signals.check()  # the exception may have been lost where it was raised
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_a_replica_needs_a_port_that_others_know(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["replica", "--checkpoints", str(tmp_path), "--endpoint", "127.0.0.1:0"]) != 0
+    assert "malformed endpoint; at --endpoint; expected host:port with a port from 1" in capsys.readouterr().err
 
 
 def test_the_command_answers_until_it_is_told_to_end(

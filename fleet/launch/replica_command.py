@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import signal
-import threading
 from types import FrameType
 
 from fleet.base import checks
@@ -12,6 +11,7 @@ from fleet.base.cluster import Endpoint
 from fleet.base.settings import PROCESS_ENVIRONMENT, ProcessSettings
 from fleet.base.unknown_variables import remark
 from fleet.ps.server.lean import be_lean
+from fleet.role_maker.arguments import endpoint as named_endpoint
 from fleet.serving.following import source_of
 from fleet.serving.replica import Replica
 
@@ -22,27 +22,46 @@ class _Ended(BaseException):
     """Says that a signal came, wherever the first thread is."""
 
 
+class _Signals:
+    """Ends the process in order at the first signal, and lets no other one disturb that."""
+
+    def __init__(self) -> None:
+        self._first: str | None = None
+
+    def __enter__(self) -> _Signals:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)  # it ends already
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        if self._first is None:
+            self._first = signal.Signals(number).name
+            raise _Ended(self._first)
+
+    def check(self) -> None:
+        """Raise if one has come whose exception was lost, as in a destructor."""
+        if self._first is not None:
+            raise _Ended(self._first)
+
+
 def replicate(followed: str | list[str], endpoint: Endpoint, poll_s: float) -> int:
     """Answer until SIGTERM or SIGINT, and return the exit code."""
     checks.number("--poll_s", poll_s, 0, above=True)
+    named_endpoint(str(endpoint), where="--endpoint")  # which port 0 is not: nobody would know where to ask
     settings = ProcessSettings.read(PROCESS_ENVIRONMENT)
     remark(PROCESS_ENVIRONMENT)
     be_lean()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _end)
     try:
-        source, where = source_of(followed, poll_s, None, settings)
-        with Replica(source, where, endpoint, settings) as replica:
-            try:
+        with _Signals() as signals:
+            source, where = source_of(followed, poll_s, None, settings)
+            with Replica(source, where, endpoint, settings) as replica:
                 replica.begin()
-                threading.Event().wait()
-            finally:
-                for number in (signal.SIGTERM, signal.SIGINT):
-                    signal.signal(number, signal.SIG_IGN)  # it ends already
+                signals.check()
+                replica.serve()
     except _Ended as ended:
         _log.info("the replica at %s ends: %s", endpoint, ended)
     return 0
-
-
-def _end(number: int, _: FrameType | None) -> None:
-    raise _Ended(signal.Signals(number).name)

@@ -6,14 +6,17 @@ over them, edition by edition backwards, what each has changed. Dense parameters
 since their reader gets all of them at once.
 
 A whole version replaces everything, and no edition before it can be read any more.
+
+Where rows lie in files, the disk may fail, and then they are lost: nothing is answered any more, rather than rows of no
+edition.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
@@ -21,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fleet.errors import IdOutOfRangeError, NotInitializedError, PlanMismatchError
+from fleet.errors import FleetError, IdOutOfRangeError, NotInitializedError, PlanMismatchError, TableFileError
 from fleet.numeric.ids import bounds, first_outside, gather, lift, packed_ids
 from fleet.numeric.jit import Array, Ids
 from fleet.ps.table.bundle import join
@@ -82,6 +85,9 @@ class Editions:
         #: by the places of tables, until rows change
         self._asked: dict[tuple[int, ...], _TablesAsked] = {}
         self._is_closed = False
+        #: is set when rows cannot be had any more, for the reason beside it
+        self.lost = threading.Event()
+        self.loss: FleetError | None = None
         self.lookups = self.rows_asked = self.misses = 0
 
     # ---------------------------------------------------------------- one edition after the other
@@ -114,7 +120,7 @@ class Editions:
     def publish(self, draft: _Draft) -> bool:
         # Nobody else changes any rows: readers go on meanwhile.
         reading: AbstractContextManager[object] = self._lock if self._stores.has_files else nullcontext()
-        with reading:
+        with reading, self._as_whole(TableFileError):
             before = {} if draft.whole else self._rows_before(draft.rows)
         with self._lock:
             if self._is_closed:
@@ -127,9 +133,10 @@ class Editions:
                     self._share.take_over()
                 self._before.clear()
             else:
-                for place, each in draft.rows.items():
-                    for changes in each:
-                        self._kept[place].change(changes)
+                with self._as_whole(BaseException):  # half of the changes is no edition
+                    for place, each in draft.rows.items():
+                        for changes in each:
+                            self._kept[place].change(changes)
                 self._before.append(_Before(self.newest.version, before))
                 while len(self._before) > MOST_EDITIONS or sum(each.count for each in self._before) > MOST_ROWS:
                     self._before.popleft()
@@ -137,6 +144,17 @@ class Editions:
             self._dense = {**self._dense, **draft.dense}
             self._edition = Edition(number, draft.version)
         return True
+
+    @contextmanager
+    def _as_whole(self, kind: type[BaseException]) -> Iterator[None]:
+        """Note that rows are lost if what is done with them fails in this way."""
+        try:
+            yield
+        except kind as error:
+            if self.loss is None:
+                self.loss = error if isinstance(error, FleetError) else FleetError("it failed", got=repr(error))
+            self.lost.set()
+            raise
 
     def _rows_before(self, changed: Mapping[int, Sequence[RowChanges]]) -> Mapping[Kind, EarlierRows]:
         """Return what the rows are that are to be changed."""
@@ -174,6 +192,8 @@ class Editions:
     def newest(self) -> Edition:
         if self._edition is None:
             raise _unfilled()
+        if self.loss is not None:
+            raise NotInitializedError("the replica has lost rows, and ends", got=str(self.loss))
         return self._edition
 
     def dense(self) -> tuple[Edition, Mapping[str, torch.Tensor]]:
@@ -195,7 +215,7 @@ class Editions:
     def look_up(self, number: int | None, places: tuple[int, ...], ids: Ids, stops: Ids, count: int = 1) -> Found:
         """Return rows of the edition with this number, or of the newest: of each of the tables at these places for its
         ids, which end at its stop. So many requests ask for them."""
-        with self._lock:
+        with self._lock, self._as_whole(TableFileError):
             edition = self.newest
             back = 0 if number is None else edition.number - number
             if not 0 <= back <= len(self._before):

@@ -103,6 +103,12 @@ class Replica:
             self._health.report(serving=True)
         _log.info("replica at %s answers, from version %d on", self.endpoint, self._follower.version)
 
+    def serve(self) -> None:
+        """Answer for as long as the rows can be had; raise why they cannot."""
+        self._editions.lost.wait()
+        assert self._editions.loss is not None
+        raise self._editions.loss.again()
+
     def close(self) -> None:
         if self._health is not None:
             self._health.report(serving=False)
@@ -129,7 +135,7 @@ class Replica:
             "rows": float(editions.row_count),
             "version": 0.0,
         }
-        if editions.is_filled:
+        if editions.is_filled and editions.loss is None:
             figures |= {"version": float(editions.newest.version), "age_seconds": self._follower.age_s}
         return {"figures": figures}
 
