@@ -63,6 +63,7 @@ class Followed:
                 self.row_count += changes.ids.size
                 for gone in changes.gone.tolist():
                     self.rows[name].pop(gone, None)
+        update.taken()
         self.version = update.version
 
     def reach(self, version: int) -> None:
@@ -739,6 +740,24 @@ def test_whichever_message_is_lost_a_follower_has_the_model_in_the_end(mode: str
         job.join(threads)
     assert not job.errors
     assert number > 5
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_what_was_read_and_not_taken_is_given_again(mode: str) -> None:
+    """Whoever reads every second update only, and cannot put the others in place, has the model in the end."""
+    strategy = StrategyFactory.create_async_strategy() if mode == "async" else None
+    job = Job(trains(30, strategy), 2, 2)
+    dropped = 0
+    with following(job) as followed:
+        while not followed.source.ended:
+            if (update := followed.source.next(1.0)) is not None:
+                if dropped % 2 == 0:
+                    list(update.pieces)
+                else:
+                    followed.take(update)
+                dropped += 1
+    assert dropped > 2
+    assert_same(followed, job.results[0])
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import os
@@ -21,6 +22,8 @@ import torch
 from harness import PATIENT, run_job, until
 from patience import PATIENCE_S
 from test_checkpoint_places import s3  # noqa: F401 (a fixture)
+from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.parametrize import register_parametrization
 
 import fleet.nn
 from fleet import Checkpoints, Fleet
@@ -39,7 +42,7 @@ from fleet.errors import (
     UnsupportedError,
 )
 from fleet.serving import Follower, checkpoint_source, follow, readers
-from fleet.serving.followed_model import FollowedModel
+from fleet.serving.followed_model import FollowedModel, kept_of
 from fleet.serving.readers import Readers
 from fleet.serving.source import Piece, RowChanges, SourceDescription, TableDescription, Update
 from fleet.strategy.collective import DistributedStrategy
@@ -339,6 +342,70 @@ def test_a_share_is_refused_where_it_cannot_be_kept(following: Any) -> None:
         group.begin(whole=True, version=1).add(Piece(rows={"group.user.weight": rows_of([2], 7)}))
 
 
+def changed_in_place(ids: torch.Tensor) -> torch.Tensor:
+    kept = ids % 2 == 0
+    ids.zero_()
+    return kept
+
+
+def raised(_: torch.Tensor) -> torch.Tensor:
+    raise KeyError("of the user's own")
+
+
+SHARES: dict[str, tuple[Any, type[Exception] | None]] = {
+    "a list": (lambda ids: [each % 2 == 0 for each in ids.tolist()], None),
+    "numpy": (lambda ids: ids.numpy() % 2 == 0, None),
+    "in place": (changed_in_place, None),
+    "numbers": (lambda ids: ids % 2, ArgumentTypeError),
+    "one for all": (lambda ids: True, ArgumentTypeError),
+    "two dimensions": (lambda ids: (ids % 2 == 0)[:, None], ArgumentTypeError),
+    "too few": (lambda ids: (ids % 2 == 0)[1:], ArgumentTypeError),
+    "nothing": (lambda ids: None, ArgumentTypeError),
+    "ragged": (lambda ids: [[True], [True, False]], ArgumentTypeError),
+    "sparse": (lambda ids: (ids % 2 == 0).to_sparse(), ArgumentTypeError),
+    "meta": (lambda ids: (ids % 2 == 0).to("meta"), ArgumentTypeError),
+    "an error": (raised, KeyError),
+}
+
+
+@pytest.mark.parametrize("name", SHARES)
+def test_whatever_says_which_rows_are_kept_is_right_or_refused(name: str) -> None:
+    share, refused = SHARES[name]
+    ids = np.array([1, 2, 4, 7])
+    if refused is not None:
+        with pytest.raises(refused):
+            kept_of(share, ids)
+    else:
+        assert kept_of(share, ids).tolist() == [False, True, True, False]
+    assert ids.tolist() == [1, 2, 4, 7], "they are the follower's own"
+
+
+def test_an_error_of_a_share_is_logged_once_and_tried_again(saved: Any, root: Path, caplog: Any) -> None:
+    calls = []
+
+    def share(ids: torch.Tensor) -> torch.Tensor:
+        calls.append(ids)
+        if 1 < len(calls) < 5:
+            raise KeyError("of the user's own")
+        return ids >= 0
+
+    described = SourceDescription({}, {"group.user.weight": TableDescription(DIM, None, 0.0)})
+    model = torch.nn.Module()
+    model.group = torch.nn.Module()
+    model.group.user = fleet.nn.Embedding(None, DIM)
+    source = FakeSource(described)
+    source.coming.get()
+    source.give(1, [Piece(rows={"group.user.weight": rows_of([2], 1)})], whole=True)
+    follower = Follower(FollowedModel(model, share, 1 << 20), source, "a source")
+    with contextlib.closing(follower), caplog.at_level(logging.WARNING, "fleet.serving"):
+        follower.begin(PATIENCE_S)
+        for _ in range(4):  # as a source does that has the same again
+            source.give(2, [Piece(rows={"group.user.weight": rows_of([2], 2)})])
+        follower.wait(2, PATIENCE_S)
+    assert caplog.text.count("tried again") == 1
+    assert "of the user's own" in caplog.text
+
+
 # ---------------------------------------------------------------------------------------------- how a model is used
 
 
@@ -447,6 +514,10 @@ def replaced_plain(model: Any) -> None:
     model.plain = torch.nn.Embedding(CLOSED, DIM)
 
 
+def reshaped(model: Any) -> None:
+    model.dense.weight.data = torch.zeros(2, DIM)
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -455,8 +526,11 @@ def replaced_plain(model: Any) -> None:
         (replaced_plain, "'plain.weight' of the model is not what was followed.*got another in its place"),
         (lambda model: model.dense.half(), "'dense.weight' .*expected the same parameter, of float32; got float16"),
         (lambda model: model.plain.double(), "'plain.weight' .*expected the same parameter, of float32; got float64"),
+        (lambda model: weight_norm(model.dense), "'dense.weight' .*got a model without it"),
+        (lambda model: delattr(model, "plain"), "'plain.weight' .*got a model without it"),
+        (reshaped, r"'dense.weight' .*got one of \(2, 4\) on cpu, not of \(1, 4\)"),
     ],
-    ids=["a state", "a table", "a module", "half", "double"],
+    ids=["a state", "a table", "a module", "half", "double", "computed", "taken out", "reshaped"],
 )
 def test_a_model_with_other_parameters_is_followed_no_more(following: Any, change: Any, told: str) -> None:
     """It would be a mixture of what it was and what comes."""
@@ -466,6 +540,105 @@ def test_a_model_with_other_parameters_is_followed_no_more(following: Any, chang
     with pytest.raises(StateError, match=told):
         follower.wait(2, PATIENCE_S)
     assert follower.version == 1
+
+
+def test_a_parameter_with_another_name_is_followed_on(following: Any) -> None:
+    model, source, follower = following()
+    register_parametrization(model.dense, "weight", torch.nn.Identity())
+    assert "dense.weight" not in dict(model.named_parameters())
+    source.give(2)
+    follower.wait(2, PATIENCE_S)
+    assert is_of(model, 2)
+
+
+def test_others_in_the_places_of_parameters_for_a_while_are_none_of_our_affair(following: Any) -> None:
+    model, source, follower = following()
+    swapped, checked = threading.Event(), threading.Event()
+
+    def wait_inside() -> None:
+        swapped.set()
+        assert checked.wait(PATIENCE_S)
+
+    model.between = wait_inside
+    others = {"dense.weight": torch.full((1, DIM), 8.0), "dense.bias": torch.full((1,), 8.0)}
+
+    def call() -> None:
+        with follower.pinned(), torch.no_grad():
+            torch.func.functional_call(model, others, (IDS,))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    assert swapped.wait(PATIENCE_S)
+    source.give(2)
+    until(lambda: follower._holder._readers._is_shut)
+    checked.set()
+    thread.join()
+    model.between = lambda: None
+    assert follower.wait(2, PATIENCE_S) == 2
+    assert is_of(model, 2)
+
+
+def test_a_version_that_is_put_in_place_in_part_is_read_by_nobody(
+    following: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And its source begins with what there was before, as if it had not been given."""
+    model, source, follower = following()
+    holder, taken = follower._holder, []
+    put = holder._put
+
+    def fails(draft: Any) -> None:
+        holder._dense["dense.bias"].fill_(2.0)
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(holder, "_put", fails)
+    source.coming.put(Update(2, False, iter(pieces_of(2)), lambda: taken.append(2)))
+    until(lambda: follower._trouble is not None)
+    for read in (lambda: model(IDS), lambda: model.open(IDS), lambda: model.plain(IDS.abs() % CLOSED)):
+        with pytest.raises(StateError, match="a version could be put in place in part only"):
+            read()
+    assert (follower.version, taken) == (1, [])
+    monkeypatch.setattr(holder, "_put", put)
+    source.coming.put(Update(3, False, iter(pieces_of(3)), lambda: taken.append(3)))
+    follower.wait(3, PATIENCE_S)
+    assert taken == [3]
+    assert is_of(model, 3)
+
+
+def test_a_model_that_was_left_in_part_says_so_when_it_is_closed(following: Any) -> None:
+    model, source, follower = following()
+    follower._holder._plain["plain.weight"].change = None  # so that it fails after dense parameters were written
+    source.give(2)
+    until(lambda: follower._trouble is not None)
+    follower.close()
+    with pytest.raises(StateError, match="a version could be put in place in part only"):
+        model(IDS)
+    following(model)
+    assert is_of(model, 1)
+
+
+def test_another_device_of_the_caller_s_is_not_the_follower_s(saved: Any, root: Path) -> None:
+    put(saved, root, 1)
+    model = Small()
+    with torch.device("meta"), follow(model, root, poll_s=0.02) as follower:  # it stands for that of a GPU
+        put(saved, root, 2)
+        follower.wait(2, PATIENCE_S)
+        assert model.open(ALL).device.type == "cpu"
+    assert torch.equal(shows(model), saved[1][2])
+
+
+class WithScripted(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = torch.jit.script(self.dense)
+
+
+def test_a_scripted_model_is_refused_and_a_part_of_one_may_be(following: Any) -> None:
+    with pytest.raises(UnsupportedError, match="a scripted model does not tell when its forwards begin and end"):
+        following(torch.jit.script(torch.nn.Sequential()))
+    model, source, follower = following(WithScripted())
+    source.give(2)
+    follower.wait(2, PATIENCE_S)
+    assert is_of(model, 2)
 
 
 def test_a_model_made_in_inference_mode_can_follow(following: Any) -> None:
@@ -541,6 +714,10 @@ MISFITS: dict[str, tuple[Callable[[Net], object], str]] = {
     ),
     "less": (lambda net: delattr(net, "bag"), r"'bag.weight': table of .* in the source, absent in the model"),
     "no memory": (lambda net: net.dense.to("meta"), r"'dense.bias': on the meta device"),
+    "tied": (
+        lambda net: setattr(net, "bag", net.plain),
+        r"'plain.weight': a parameter of its own in the source, the same as 'bag.weight' in the model",
+    ),
 }
 
 
@@ -828,6 +1005,31 @@ def test_a_follower_catches_up_from_what_it_has(saved: Any, root: Path, monkeypa
         put(saved, root, 4, 5, 6)  # an outage: none of them goes on from 2
         follower.wait(6, PATIENCE_S)
         assert torch.equal(shows(model), saved[1][6])
+
+
+def test_checkpoints_that_were_read_and_not_taken_are_given_again(saved: Any, root: Path) -> None:
+    put(saved, root, 1)
+    source = checkpoint_source.CheckpointSource(str(root), poll_s=0.01)
+    source.describe()
+
+    def given() -> Update:
+        update = source.next(PATIENCE_S)
+        assert update is not None
+        list(update.pieces)
+        return update
+
+    given()
+    first = given()
+    first.taken()
+    put(saved, root, 2)
+    second = given()
+    put(saved, root, 3)
+    third = given()
+    assert [(each.version, each.whole) for each in (first, second, third)] == [(1, True), (2, False), (3, False)]
+    assert source._taken is not None
+    assert source._taken.manifest.version == 1
+    third.taken()
+    assert source.next(0.05) is None
 
 
 def test_a_damaged_checkpoint_is_named_and_a_later_one_is_taken(

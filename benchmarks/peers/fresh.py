@@ -12,6 +12,7 @@ import select
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -111,7 +112,7 @@ class Counting:
 
         def next_counted(source: ServerSource, timeout_s: float) -> Update | None:
             update = original(source, timeout_s)
-            return None if update is None else Update(update.version, update.whole, self._counted(update.pieces))
+            return None if update is None else replace(update, pieces=self._counted(update.pieces))
 
         ServerSource.next = next_counted  # type: ignore[method-assign]
 

@@ -216,9 +216,15 @@ class CheckpointSource:
         taken = self._taken
         whole = taken is None or taken.manifest.id not in ids
         new = lineage if taken is None or whole else lineage[ids.index(taken.manifest.id) + 1 :]
-        return Update(found.manifest.version, whole, self._pieces(found, new, now))
 
-    def _pieces(self, found: Checkpoint, new: list[Checkpoint], now: float) -> Iterator[Piece]:
+        def note_taken() -> None:
+            self._taken, self._heard_at, self._looked_again_at = found, now, now
+            for each in new:
+                self._broken.pop(each.place.url, None)
+
+        return Update(found.manifest.version, whole, self._pieces(found, new), note_taken)
+
+    def _pieces(self, found: Checkpoint, new: list[Checkpoint]) -> Iterator[Piece]:
         read = found
         try:
             for parameter in inspection.parameters(found):
@@ -230,9 +236,6 @@ class CheckpointSource:
         except CheckpointError as error:
             self._set_aside(read.place.url, error)
             raise
-        self._taken, self._heard_at, self._looked_again_at = found, now, now
-        for each in new:
-            self._broken.pop(each.place.url, None)
 
 
 def _rows(checkpoint: Checkpoint) -> Iterator[Piece]:

@@ -7,6 +7,7 @@ of ``torch.nn`` for example, is written to.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.jit._script import RecursiveScriptModule
 
 from fleet.errors import (
     ArgumentTypeError,
@@ -48,6 +50,8 @@ class FollowedModel:
         self._share = share
         self._readers = Readers()
         self._is_closed = False
+        #: whether the last change was left in the middle, by an error
+        self._is_torn = False
         self._hooks: list[Any] = []
         self._description = SourceDescription({}, {})
         self._tables: Mapping[str, TableDescription] = {}
@@ -81,6 +85,13 @@ class FollowedModel:
 
     def _checked_names(self, source: SourceDescription) -> dict[str, torch.Tensor]:
         """Return what the model has, by its names; refuse a model that does not fit or is somebody else's."""
+        if isinstance(_plain(self._model), RecursiveScriptModule):
+            raise UnsupportedError(
+                "a scripted model does not tell when its forwards begin and end",
+                where=type(self._model).__name__,
+                got="what torch.jit.script(model) returned",
+                todo="Give follow() the model itself, which shares its parameters; call the scripted one in pinned().",
+            )
         named = dict(_plainly_named(self._model))
         self._refuse_taken(named)
         problems = list(_problems(source, named))
@@ -122,31 +133,34 @@ class FollowedModel:
         return {name: KeptRows(name, self._tables[name]) for name in self._handles}
 
     def _refuse_replaced(self) -> None:
-        """Raise if the model has other parameters than those that are written to, which would stay as they are."""
+        """Raise if the model has other parameters than those that are written to, which would stay as they are. One may
+        have another name now, as torch's parametrizations give it."""
         named = dict(_plainly_named(self._model))
+        there = {id(value) for value in named.values()}
         written = {**self._dense, **{name: plain.weight for name, plain in self._plain.items()}}
-        dtypes = {name: dtype for name, (_, dtype) in self._description.dense.items()}
-        dtypes |= {name: table.dtype for name, table in self._description.tables.items()}
-        replaced = [name for name, value in written.items() if named.get(name, value) is not value]
-        replaced += [
-            name for name, handle in self._handles.items() if name in named and handle_of(named[name]) is not handle
-        ]
-        others = {name: value.dtype for name, value in written.items() if value.dtype != dtypes[name]}
-        for name in [*replaced, *others]:
-            raise StateError(
-                f"{name!r} of the model is not what was followed",
-                expected=f"the same parameter, of {_said(dtypes[name])}",
-                got="another in its place" if name in replaced else _said(others[name]),
-                todo="Change a model before follow() is called; or close() its Follower, and follow it anew.",
-            )
+        tables = self._description.tables
+        for name, value in written.items():
+            shape, dtype = self._description.dense.get(name) or (_shape_of(tables[name]), tables[name].dtype)
+            if name in named and named[name] is not value:
+                raise _replaced(name, dtype, "another in its place")
+            if id(value) not in there:
+                raise _replaced(name, dtype, "a model without it")
+            if value.dtype != dtype:
+                raise _replaced(name, dtype, _said(value.dtype))
+            if tuple(value.shape) != shape or value.is_meta or value.layout is not torch.strided:
+                raise _replaced(name, dtype, f"one of {tuple(value.shape)} on {value.device}, not of {shape}")
+        for name, handle in self._handles.items():
+            if name in named and handle_of(named[name]) is not handle:
+                raise _replaced(name, tables[name].dtype, "another in its place")
 
     def _publish(self, draft: Draft) -> bool:
-        self._refuse_replaced()
-        devices = {value.device for value in self._written() if value.device.type != "cpu"}
         with self._readers.alone() as may:
             if not may:
                 return False
+            self._refuse_replaced()  # while nobody has others in their places, as torch.func does
+            devices = {value.device for value in self._written() if value.device.type != "cpu"}
             _finish(devices)  # forwards that have ended may not have been computed
+            self._is_torn = True
             self._put(draft)
             _finish(devices)
             self._kept |= draft.kept
@@ -158,6 +172,7 @@ class FollowedModel:
                 else:
                     handle.name = name
                     handle.attach(self)
+            self._is_torn = False
             if not self._hooks:
                 self._watch()
         return True
@@ -178,6 +193,21 @@ class FollowedModel:
 
     # ---------------------------------------------------------------- forwards
 
+    def enter(self, module: object) -> None:
+        """Let a forward begin, if there is a version to read."""
+        self._readers.enter(module)
+        if self._is_torn:
+            self._readers.leave(module)
+            self._refuse_torn()
+
+    def _refuse_torn(self) -> None:
+        if self._is_torn:
+            raise StateError(
+                "a version could be put in place in part only",
+                where=type(self._model).__name__,
+                todo="The log says why. It is tried again; a model that stays so has to be made anew.",
+            )
+
     def reading(self) -> AbstractContextManager[None]:
         """Return a context in which this thread reads one version."""
         return self._readers.reading()
@@ -189,9 +219,14 @@ class FollowedModel:
 
     def _watch(self) -> None:
         """See forwards begin and end. Hooks of a compiled model are its wrapper's, which is not compiled."""
-        wrapped = getattr(self._model, "_orig_mod", None)
+        plain = _plain(self._model)
         for module in self._model.modules():
-            is_first = module is self._model or module is wrapped
+            for hook in [*module._forward_pre_hooks.values()]:
+                if isinstance(hook, _Begin):
+                    hook.holder.unwatch()  # a former one, which left a version in part
+            if isinstance(module, RecursiveScriptModule):
+                continue  # it has no hooks, and runs inside of the model's forwards
+            is_first = module is self._model or module is plain
             begin, end = (_FirstBegin, _FirstEnd) if is_first else (_Begin, _End)
             self._hooks += [
                 module.register_forward_pre_hook(begin(self), prepend=True),
@@ -202,12 +237,17 @@ class FollowedModel:
         """Change nothing any more. The model goes on with what it has."""
         self._is_closed = True
         self._readers.close()
+        if not self._is_torn:  # else nobody is to read it unawares
+            self.unwatch()
+
+    def unwatch(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
     def lookup(self, wanted: Sequence[Wanted]) -> list[Lookup]:
         with self._readers.reading():
+            self._refuse_torn()
             return [self._look_up(each) for each in wanted]
 
     def _look_up(self, wanted: Wanted) -> Lookup:
@@ -243,14 +283,16 @@ class FollowedModel:
 
 
 def kept_of(share: Share, ids: Ids) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Return for each id whether it is kept."""
-    kept = share(torch.from_numpy(ids))
-    found: np.ndarray[Any, Any] = kept.cpu().numpy() if isinstance(kept, torch.Tensor) else np.asarray(kept)
-    if found.dtype != np.bool_ or found.shape != ids.shape:
+    """Return for each id whether it is kept. The function has a copy of them, which it may change."""
+    kept = share(torch.from_numpy(ids.copy()))
+    found: np.ndarray[Any, Any] | None = None
+    with contextlib.suppress(TypeError, ValueError, RuntimeError):  # what is no array
+        found = kept.detach().cpu().numpy() if isinstance(kept, torch.Tensor) else np.asarray(kept)
+    if found is None or found.dtype != np.bool_ or found.shape != ids.shape:
         raise ArgumentTypeError(
             "rows= must return for each id whether it is kept",
             expected=f"a tensor of bool of shape {ids.shape}",
-            got=f"{found.dtype} {found.shape}",
+            got=type(kept).__name__ if found is None else f"{found.dtype} {found.shape}",
         )
     return found
 
@@ -308,6 +350,21 @@ class Draft:
         return self._holder._publish(self)
 
 
+def _shape_of(table: TableDescription) -> tuple[int, ...]:
+    """Return the shape of a weight that has room for all rows."""
+    assert table.num_embeddings is not None
+    return table.num_embeddings, table.embedding_dim
+
+
+def _replaced(name: str, dtype: torch.dtype, got: str) -> StateError:
+    return StateError(
+        f"{name!r} of the model is not what was followed",
+        expected=f"the same parameter, of {_said(dtype)}",
+        got=got,
+        todo="Change a model before follow() is called; or close() its Follower, and follow it anew.",
+    )
+
+
 def _misfit(name: str) -> PlanMismatchError:
     return PlanMismatchError(
         f"the source gives something for {name!r} that it has not described", todo="Follow it anew, with its model."
@@ -335,7 +392,8 @@ class _PlainTable:
                 self.weight.index_fill_(0, torch.from_numpy(each.gone).to(self.weight.device), self._mean)
                 self._clear([idx for idx in self._padding if idx in each.gone])
             if each.ids.size:
-                self.weight.index_copy_(0, torch.from_numpy(each.ids).to(self.weight.device), each.values)
+                place = self.weight.device  # another one maybe than when the rows came
+                self.weight.index_copy_(0, torch.from_numpy(each.ids).to(place), each.values.to(place))
 
     def _clear(self, padding: Sequence[int]) -> None:
         """Have padding without a row read as zeros."""
@@ -351,9 +409,15 @@ def _padding_of(model: torch.nn.Module, weight: torch.Tensor) -> list[int]:
 # ---------------------------------------------------------------------------------------------- what fits
 
 
+def _plain(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the model that was compiled, or the model itself."""
+    plain: torch.nn.Module = getattr(model, "_orig_mod", model)
+    return plain
+
+
 def _plainly_named(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield parameters and buffers by the names that they have in a model that is not compiled."""
-    plain: torch.nn.Module = getattr(model, "_orig_mod", model)
+    plain = _plain(model)
     yield from plain.named_parameters(remove_duplicate=False)
     yield from plain.named_buffers(remove_duplicate=False)
 
@@ -363,8 +427,12 @@ def _problems(source: SourceDescription, named: Mapping[str, torch.Tensor]) -> I
     there = {name: f"{_said(dtype)} {tuple(shape)}" for name, (shape, dtype) in source.dense.items()}
     for name, table in source.tables.items():
         there[name] = table_kind_of(table.dtype, table.num_embeddings, table.embedding_dim)
-    found = {id(named[name]) for name in there if name in named}
+    found: dict[int, str] = {}
     own = []
+    for name in sorted(there.keys() & named.keys()):
+        first = found.setdefault(id(named[name]), name)
+        if first != name:
+            yield f"{name!r}: a parameter of its own in the source, the same as {first!r} in the model"
     for name in sorted(there.keys() | named.keys()):
         value = named.get(name)
         here = "absent" if value is None else _kind_here(value, name in source.tables)
@@ -422,7 +490,7 @@ def _hook_of_copy() -> Any:
 class _Begin(_Hook):
     def __call__(self, module: torch.nn.Module, _: Any) -> None:
         if not torch.compiler.is_compiling():
-            self._readers.enter(module)
+            self.holder.enter(module)
 
 
 class _End(_Hook):
@@ -436,7 +504,7 @@ class _FirstBegin(_Begin):
 
     @uncompiled
     def __call__(self, module: torch.nn.Module, _: Any) -> None:
-        self._readers.enter(module)
+        self.holder.enter(module)
 
 
 class _FirstEnd(_End):

@@ -16,6 +16,8 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Protocol
 
+import torch
+
 from fleet.base import checks
 from fleet.base.clock import Clock, SystemClock, Wait
 from fleet.errors import (
@@ -111,8 +113,9 @@ class Follower:
     def begin(self, within_s: float) -> None:
         """Take the first version, within so many seconds, and go on behind."""
         try:
-            self._holder.fit(self._source.describe())
-            self._fill(within_s)
+            with torch.device("cpu"):  # the caller may have chosen another for the tensors that he makes
+                self._holder.fit(self._source.describe())
+                self._fill(within_s)
             if self._at is not None:
                 self._source.close()
                 return
@@ -277,10 +280,10 @@ class Follower:
     def _note(self, error: Exception) -> None:
         """Log a failure that may pass, once."""
         known, former = isinstance(error, FleetError), self._trouble
-        self._trouble = error if isinstance(error, FleetError) else FleetError("it failed", got=repr(error))
-        if former is None or str(error) != str(former):
+        trouble = self._trouble = error if isinstance(error, FleetError) else FleetError("it failed", got=repr(error))
+        if former is None or str(trouble) != str(former):
             version = "no version is there yet" if self._version is None else f"version {self._version} stays"
-            _log.warning("%s, and %s is tried again: %s", version, self._where, error, exc_info=not known)
+            _log.warning("%s, and %s is tried again: %s", version, self._where, trouble, exc_info=not known)
 
     def _take(self, update: Update) -> None:
         """Take an update in, piece after piece, and put it in place."""
@@ -293,6 +296,7 @@ class Follower:
                     return
                 draft.add(piece)
             if draft.publish():
+                update.taken()
                 with self._changed:
                     self._version = update.version
                     self._changed.notify_all()

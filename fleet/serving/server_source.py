@@ -126,8 +126,8 @@ class ServerSource:
         return self._described
 
     def next(self, timeout_s: float) -> Update | None:
-        """Return what leads on from the last update whose pieces were read to their end, or None if there is nothing
-        new within that time."""
+        """Return what leads on from the last update that was taken, or None if there is nothing new within that
+        time."""
         until = self._clock.now() + timeout_s
         while not (self._closed or self.ended):
             pause_s = min(self._poll_s, max(0.0, self._rests_until - self._clock.now()))
@@ -350,12 +350,14 @@ class ServerSource:
                 self._flats[server][dtype][start : start + len(values)] = values
             if dense := self._dense(plan, {server for server, *_ in flats}):
                 yield Piece(dense=dense)
+
+        def note_taken() -> None:
             for server, number in numbers.items():
                 progress.numbers[server] = number
             progress.ahead, progress.is_whole = [], False
             self._version, self._heard_at = version, asked_at
 
-        return Update(version, progress.is_whole, pieces())
+        return Update(version, progress.is_whole, pieces(), note_taken)
 
     def _pieces(
         self, plan: Plan, loads: dict[int, Frame], flats: list[tuple[int, str, int, torch.Tensor]]

@@ -7,7 +7,7 @@ table may be larger than what should travel at once; nobody reads a version befo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -68,14 +68,20 @@ class Piece:
     rows: Mapping[str, RowChanges] = field(default_factory=dict)
 
 
+def _nothing() -> None:
+    """Stand for a source that need not know whether an update was taken."""
+
+
 @dataclass(frozen=True, eq=False)
 class Update:
     """Leads to ``version``: from the one before, or, if it is ``whole``, from nothing. ``pieces`` may be read once;
-    an error of the source that comes out of it means that the update did not happen."""
+    an error of the source that comes out of it means that the update did not happen. ``taken`` is called when it is in
+    place: until then the source begins with what was there before."""
 
     version: int
     whole: bool
     pieces: Iterator[Piece]
+    taken: Callable[[], None] = _nothing
 
 
 class Source(Protocol):
@@ -85,8 +91,8 @@ class Source(Protocol):
         """Return what there is; waits until there is something, or raises what is wrong."""
 
     def next(self, timeout_s: float) -> Update | None:
-        """Return what leads on from the last update whose pieces were read to their end, or None if there is nothing
-        new within that time. The first one is whole, and so is one after an outage that was too long."""
+        """Return what leads on from the last update that was taken, or None if there is nothing new within that time.
+        The first one is whole, and so is one after an outage that was too long."""
 
     @property
     def heard_at(self) -> float:
