@@ -93,6 +93,8 @@ class Told:
 
     #: steps that a worker has heard to be done: (worker, step)
     done: set[tuple[int, int]] = field(default_factory=set)
+    #: workers that have no step left
+    through: set[int] = field(default_factory=set)
     #: what each worker has in the end
     ends: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
     #: where a life of a worker began, and how far the same worker had come by then: (worker, step, steps done)
@@ -248,13 +250,22 @@ class Simulation:
                 _save(saving, "after_step")
                 self.scheduler.block(self.wires.draw.uniform(*_THINKS_S))
             _save(saving, "close")
-            here.barrier_worker()
+            self._await_others(here)
             told.ends[worker] = here.state_dict(model)
             here.stop_worker()
         except Exception as error:
             if here._chosen is not None:  # as the guard of a script does that ends by an exception
                 here._chosen.abort(repr(error))
             raise
+
+    def _await_others(self, here: Fleet) -> None:
+        """Wait until all steps are done. In turns, a worker that starts again may have a step left when others are at a
+        barrier, and needs them in it: there they wait without a word to the servers."""
+        if self.setting.mode != "auto":
+            here.barrier_worker()
+        self.told.through.add(here.worker_index())
+        while self.setting.mode == "auto" and len(self.told.through) < self.setting.workers:
+            self.scheduler.block(0.01)
 
     def _checkpoints(self, here: Fleet) -> Checkpoints | None:
         if not self.setting.checkpoint_every:
@@ -287,8 +298,11 @@ class Simulation:
 
     # ---------------------------------------------------------------- what befalls it
 
-    def _moment(self) -> str:
-        """Let happen what is due at this moment; return what becomes of the message, if it is one."""
+    def _moment(self, what: str = "") -> str:
+        """Let happen what is due at this moment; return what becomes of the message, if it is one. A goodbye is spared:
+        the last of them ends its server, and a worker that does not hear that waits until its deadline."""
+        if what.startswith("bye"):
+            return ""
         self._moments += 1
         fault = self._faults.pop(self._moments, None)
         if fault is None:

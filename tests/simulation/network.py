@@ -59,8 +59,8 @@ class Wires:
     def __init__(self, scheduler: Scheduler, seed: int) -> None:
         self.weather = Weather()
         self.messages: list[Message] = []
-        #: called before every message leaves; says what becomes of a request, if not that it arrives
-        self.on_moment: Callable[[], str] = lambda: ""
+        #: called with what every message is before it leaves; says what becomes of a request, if not that it arrives
+        self.on_moment: Callable[[str], str] = lambda _: ""
         self.draw = random.Random(f"network {seed}")
         self._scheduler = scheduler
         self._listeners: dict[Endpoint, _Listener] = {}
@@ -232,9 +232,9 @@ class _Channel:
         self._wires.scheduler.check()
         if self._is_closed:
             return BrokenCall("the channel is closed")
-        fate = self._wires.on_moment()
-        kind = request.message.WhichOneof("kind") or "?"
-        call = _Call(self._wires, self, self._process.name, f"{kind} {request.message.step}", timeout_s, fate)
+        what = f"{request.message.WhichOneof('kind')} {request.message.step}"
+        fate = self._wires.on_moment(what)
+        call = _Call(self._wires, self, self._process.name, what, timeout_s, fate)
         self._calls[call] = None
         pieces = list(request.pieces())
         to = self._owner()
@@ -303,7 +303,7 @@ class _Call:
         listener = self.listener
         assert listener is not None
         self._wires.scheduler.check()
-        self._wires.on_moment()
+        self._wires.on_moment(self.what)
         pieces = list(reply.pieces())
         error = reply.message.error.kind if reply.message.HasField("error") else ""
         said = f"{error or 'answer'} to {self.what}"

@@ -131,12 +131,14 @@ class Connection:
         began, taken_at = self._clock.now(), 0.0
         waits = Wait(self._clock, self._settings.startup_deadline_s)
         while True:
-            rest_s = began + self._settings.startup_deadline_s - self._clock.now()
+            asked_at = self._clock.now()
+            rest_s = began + self._settings.startup_deadline_s - asked_at
             try:
                 reply = raise_if_error(self._channel.start(frame, max(rest_s, RETRY_PAUSE_S)).result())
             except DuplicateWorkerError:
                 taken_at = taken_at or self._clock.now()
-                if self._clock.now() - taken_at > TAKEN_BEATS * self._settings.heartbeat_s:
+                # By when it was asked: this process may have stood still since, and the place may be free by now.
+                if asked_at - taken_at > TAKEN_BEATS * self._settings.heartbeat_s:
                     raise
                 self._clock.sleep(RETRY_PAUSE_S)
             except (TransportError, ServerBusyError) as error:
