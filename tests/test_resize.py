@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import json
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -45,6 +46,8 @@ from fleet.launch.servers_command import change_servers
 from fleet.launch.sources import Running
 from fleet.nn import CountFilter, MaxRows, Probability, SmallNorm, Unused
 from fleet.ps.server import runtime
+from fleet.ps.server.meetings import Meetings
+from fleet.ps.server.pending import Outbox, Waiting
 from fleet.ps.server.runtime import ServerRuntime
 from fleet.ps.server.service import Service
 from fleet.ps.wire import fleet_pb2 as pb
@@ -106,7 +109,7 @@ class Resized(Job):
         try:
             fleet = Fleet(environ=self.environs.get(name, self.environ), network=self.network)
             fleet.init(UserDefinedRoleMaker(servers.index(name), Role.SERVER, self.workers, servers))
-            fleet.init_server()
+            fleet.init_server(self.model_dir if name in self.endpoints else None)
             fleet.run_server()
             self.served.append(name)
         except BaseException as error:
@@ -156,10 +159,11 @@ def training(
     movers: Sequence[int] = (0,),
     workers: int = 2,
     pause: Callable[[int], None] = lambda _: None,
+    strategy: Callable[[], Any] = lambda: None,
 ) -> Callable[[Fleet, int], Any]:
     def body(fleet: Fleet, worker: int) -> Any:
         model = model_of_all()
-        optimizer = fleet.distributed_optimizer(OPTIMIZERS[optimizers](model), model=model)
+        optimizer = fleet.distributed_optimizer(OPTIMIZERS[optimizers](model), strategy(), model=model)
         fleet.init_worker()
         losses = []
         for step in range(STEPS):
@@ -197,6 +201,224 @@ def test_a_job_ends_where_it_ends_without_a_move(optimizers: str, move: str) -> 
     got = job.run()
     assert sorted(job.served) == sorted({*names(first), *names(then)})
     assert_same(got, Job(training(optimizers, None), 2, len(first)).run())
+
+
+def among_workers() -> Any:
+    return StrategyFactory.create_sync_strategy(dense="all_reduce")
+
+
+@functools.cache
+def undisturbed_among_workers() -> Any:
+    return Job(training("adam", None, strategy=among_workers), 2, 2).run()
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_a_job_whose_workers_have_the_dense_parameters_ends_there_too(move: str) -> None:
+    first, then = MOVES[move]
+    job = Resized(training("adam", names(then), strategy=among_workers), first, then)
+    assert_same(job.run(), undisturbed_among_workers())
+
+
+def train_among_workers(fleet: Fleet, worker: int, before: Callable[[int], object]) -> Any:
+    model = model_of_all(large=5)
+    optimizer = fleet.distributed_optimizer(OPTIMIZERS["adam"](model), among_workers(), model=model)
+    fleet.init_worker()
+    losses = []
+    for step in range(STEPS):
+        before(step)
+        optimizer.zero_grad()
+        loss = model(ids_of(worker, step))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    fleet.barrier_worker()
+    return losses, fleet.state_dict(model)
+
+
+class Gone(Exception):
+    pass
+
+
+@pytest.mark.parametrize("what", ["goes on", "dies", "waits elsewhere"])
+def test_a_worker_goes_over_while_it_waits_for_an_average(what: str) -> None:
+    """It asks no server for anything then; what becomes of the others is known to the new ones."""
+    workers, fleets = 3 if what == "dies" else 2, dict[int, Fleet]()
+
+    def body(fleet: Fleet, worker: int, moves: bool = True) -> Any:
+        fleets[worker] = fleet
+
+        def before(step: int) -> None:
+            if step != MOVED_AFTER or worker:
+                return
+            if moves:
+                fleet.resize_servers(names([1, 2]))
+                until(lambda: all(fleets[each].server_endpoints() == names([1, 2]) for each in range(1, workers)))
+            if what == "dies":
+                leave(fleet)
+                raise Gone
+            if what == "waits elsewhere":
+                fleet.barrier_worker()
+
+        with contextlib.suppress(Gone):
+            return train_among_workers(fleet, worker, before)
+
+    job = Resized(body, [0, 1], [1, 2], workers=workers, environ=SOON)
+    job.join(job.start())
+    if what == "waits elsewhere":
+        for name in ("worker 0", "worker 1"):
+            assert "the workers wait for each other" in str(job.errors[name])
+            assert "workers [0] in barrier 1, workers [1] in an average of gradients" in str(job.errors[name])
+        return
+    assert job.errors == {}
+    expected = Job(functools.partial(body, moves=False), workers, 2, environ=SOON).run()
+    left = range(what == "dies", workers)
+    assert_same([job.results[worker] for worker in left], [expected[worker] for worker in left])
+
+
+def test_who_comes_to_the_others_while_the_job_moves_comes_after_it() -> None:
+    """It waits for them at a server that the job leaves."""
+    elastic = functools.partial(StrategyFactory.create_async_strategy, dense="all_reduce", elastic=True)
+    is_there = threading.Event()
+
+    def body(fleet: Fleet, worker: int) -> Any:
+        model = constant()
+        optimizer = fleet.distributed_optimizer(OPTIMIZERS["adagrad"](model), elastic(), model=model)
+        fleet.init_worker()
+        for step in range(4):
+            if step == 2 and worker == 0:
+                is_there.set()
+                until(lambda: job.service("server0:1").job.meetings.waiting())
+                fleet.resize_servers(names([1]))
+            optimizer.minimize(model())
+        group = worker_of(fleet).dense.group
+        if worker == 2:
+            return group.size, fleet.server_endpoints()
+        for size in (3, 2):  # the newcomer is there, and has left
+            while group.size != size:
+                optimizer.minimize(model())
+        fleet.barrier_worker()
+        return fleet.state_dict(model, tables=False), fleet.server_endpoints()
+
+    job = Resized(body, [0], [1], environ=BEATING)
+    threads = job.start()
+    assert is_there.wait(PATIENCE_S)
+    job.workers, newcomer = 3, threading.Thread(target=job.work, args=(2,), daemon=True)
+    newcomer.start()
+    job.join([*threads, newcomer])
+    assert job.errors == {}
+    assert all(servers == names([1]) for _, servers in job.results.values())
+    assert job.results[2][0] == 3
+    for name, value in job.results[0][0].items():
+        assert torch.equal(value, job.results[1][0][name]), name
+
+
+def test_what_replaces_the_dense_parameters_of_workers_moves(tmp_path: Path) -> None:
+    """One that has not taken it over yet is told of it by the new servers."""
+    strategy = AMONG_WORKERS["half_async, all_reduce"]
+    loaded = threading.Event()
+
+    def body(fleet: Fleet, worker: int, moves: bool = True) -> Any:
+        def before(step: int) -> None:
+            if step == 1 and worker == 0:
+                fleet.save_persistables(str(tmp_path / str(moves)))
+            if step == 3 and worker == 0:
+                fleet.load_persistables(str(tmp_path / str(moves)))
+                if moves:
+                    fleet.resize_servers(names([1, 2]))
+                loaded.set()
+            if step == 3 and worker == 1:
+                assert loaded.wait(PATIENCE_S)
+
+        model = constant()
+        optimizer = fleet.distributed_optimizer(OPTIMIZERS["adam"](model), strategy(), model=model)
+        fleet.init_worker()
+        for step in range(STEPS):
+            before(step)
+            optimizer.minimize(model())
+        fleet.barrier_worker()
+        return fleet.state_dict(model, tables=False)
+
+    got = Resized(body, [0, 1], [1, 2], environ=BEATING).run()
+    loaded.clear()
+    expected = Job(functools.partial(body, moves=False), 2, 2).run()
+    for name, value in expected[0].items():
+        assert torch.equal(got[0][name], value)
+        assert torch.equal(got[1][name], value)
+
+
+def test_who_comes_anew_after_a_move_finds_the_checkpoint_that_the_job_began_with(tmp_path: Path) -> None:
+    """No worker has any values then, and the servers only rows."""
+    strategy = AMONG_WORKERS["async, all_reduce"]
+
+    def body(fleet: Fleet, worker: int, steps: int) -> dict[str, torch.Tensor]:
+        model = constant()
+        plain = OPTIMIZERS["adagrad"](model)
+        optimizer = fleet.distributed_optimizer(plain, strategy(), model=model)
+        fleet.init_worker()
+        for _ in range(steps):
+            optimizer.minimize(model())
+            fleet.save_persistables(str(tmp_path))
+        return fleet.state_dict(model)
+
+    def comes_twice(fleet: Fleet, worker: int) -> dict[str, torch.Tensor]:
+        body(fleet, worker, 0)
+        fleet.resize_servers(names([1, 2]))
+        leave(fleet)
+        again = job.fleet(Role.WORKER, worker)
+        state = body(again, worker, 0)
+        again.stop_worker()
+        return state
+
+    (expected,) = Job(functools.partial(body, steps=1), 1, 1).run()
+    job = Resized(comes_twice, [0], [1, 2], workers=1, model_dir=str(tmp_path), environ=SOON)
+    (got,) = job.run()
+    for name in ("small.weight", "large.weight"):
+        assert torch.equal(got[name], expected[name])
+
+
+def test_other_servers_know_the_group_of_the_workers() -> None:
+    before, after = Meetings(), Meetings()
+    outbox: Outbox = []
+
+    def come(meetings: Meetings, worker: int, incarnation: int) -> None:
+        request = pb.Request(worker=worker, incarnation=incarnation, meet=pb.Meet(address="there"))
+        waiting = Waiting(worker, "the others", 0.0, lambda _: None, lambda: Frame(pb.Reply()))
+        meetings.come(request, waiting, outbox)
+
+    for worker in range(4):
+        come(before, worker, 10 * worker)
+    before.answer_ready(range(4), outbox, is_trained=False)
+    before.leave(1)
+    before.left(3)
+    after.restore(json.loads(json.dumps(before.dump())), {0, 1, 2})
+    assert after.told == before.told == (0, 1), "nobody in it gets any further"
+    come(after, 2, 21)
+    assert [each.message.about for _, each in outbox] == [outbox[0][1].message.about] * 5, "whose first answer was lost"
+    later = Meetings()
+    later.restore({**after.dump(), "broken": 0}, ())
+    later.left(1)
+    assert later.told == (0, 0), "it had said that it leaves"
+
+
+@pytest.mark.parametrize("skip", [0, 2])
+@pytest.mark.parametrize("action", [Action.DROP_REQUEST, Action.DROP_REPLY, Action.DUPLICATE])
+def test_workers_that_meet_and_leave_around_a_move(action: Action, skip: int) -> None:
+    """With one message lost of those by which they do, and data that end for one of them just before or after it."""
+
+    def body(fleet: Fleet, worker: int, moves: bool = True) -> Any:
+        def before(step: int) -> None:
+            if worker == 2 and step == MOVED_AFTER + skip // 2:
+                raise Gone
+            if worker == 0 and step == MOVED_AFTER and moves:
+                fleet.resize_servers(names([1, 2]))
+
+        with contextlib.suppress(Gone):
+            return train_among_workers(fleet, worker, before)
+
+    network = FaultyNetwork(LoopbackNetwork(), *(Fault(action, kind="meet", skip=skip + 3 * each) for each in range(3)))
+    got = Resized(body, [0, 1], [1, 2], workers=3, network=network, environ=BEATING).run()
+    assert network.struck
+    assert_same(got[:2], Job(functools.partial(body, moves=False), 3, 2).run()[:2])
 
 
 def test_all_workers_may_ask_for_the_same_move() -> None:
@@ -322,7 +544,7 @@ def resumed_after(number: int, *, after: bool, mode: str | None = None, to: str 
         losses: list[float] = []
         for life in range(2):
             model = model_of_all() if mode is None else constant()
-            strategy = None if mode is None else MODES[mode]()
+            strategy = None if mode is None else ALL_MODES[mode]()
             optimizer = fleets[worker].distributed_optimizer(OPTIMIZERS["adagrad"](model), strategy, model=model)
             fleets[worker].init_worker()
             try:
@@ -358,7 +580,7 @@ def resumed_after(number: int, *, after: bool, mode: str | None = None, to: str 
 
 @pytest.mark.chaos
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("mode", [None, "async"])
+@pytest.mark.parametrize("mode", [None, "async", "async, all_reduce"])
 @pytest.mark.parametrize("after", [False, True], ids=["before it arrives", "after it is carried out"])
 def test_a_mover_that_is_killed_at_any_message_leaves_no_half_of_a_move(after: bool, mode: str | None) -> None:
     number, struck = 1, "some"
@@ -414,6 +636,12 @@ MODES = {
     "half_async": lambda: StrategyFactory.create_half_async_strategy(),
     "ssp": lambda: StrategyFactory.create_ssp_strategy(staleness=2),
 }
+#: Those in which dense parameters are on the workers, which nobody can follow.
+AMONG_WORKERS = {
+    "async, all_reduce": lambda: StrategyFactory.create_async_strategy(dense="all_reduce"),
+    "half_async, all_reduce": lambda: StrategyFactory.create_half_async_strategy(dense="all_reduce"),
+}
+ALL_MODES = {**MODES, **AMONG_WORKERS}
 
 
 class Constant(torch.nn.Module):
@@ -446,7 +674,7 @@ def training_freely(
 ) -> Callable[[Fleet, int], dict[str, torch.Tensor]]:
     def body(fleet: Fleet, worker: int) -> dict[str, torch.Tensor]:
         model = constant()
-        optimizer = fleet.distributed_optimizer(OPTIMIZERS[optimizers](model), MODES[mode](), model=model)
+        optimizer = fleet.distributed_optimizer(OPTIMIZERS[optimizers](model), ALL_MODES[mode](), model=model)
         fleet.init_worker()
         for step in range(steps):
             pause(step)
@@ -471,7 +699,7 @@ def undisturbed_freely(optimizers: str, mode: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("optimizers", OPTIMIZERS)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ALL_MODES)
 @pytest.mark.parametrize("move", MOVES)
 @pytest.mark.pairs
 def test_every_update_counts_once_where_workers_share_no_steps(optimizers: str, mode: str, move: str) -> None:
@@ -489,7 +717,7 @@ def test_every_update_counts_once_where_workers_share_no_steps(optimizers: str, 
 
 @pytest.mark.parametrize("kind", ["halt", "fill", "switch", "hello", "push", "pull"])
 @pytest.mark.parametrize("action", [Action.DROP_REQUEST, Action.DROP_REPLY, Action.DUPLICATE])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ALL_MODES)
 @pytest.mark.pairs
 def test_no_message_has_to_arrive_the_first_time_where_workers_share_no_steps(
     mode: str, action: Action, kind: str
@@ -988,7 +1216,6 @@ def test_workers_join_and_leave_around_a_move(mode: str, asks: bool) -> None:
         (fleet_package.StrategyFactory.create_gba_strategy, "the mode 'gba'"),
         (lambda: fleet_package.StrategyFactory.create_geo_strategy(2), "the mode 'geo'"),
         (lambda: StrategyFactory.create_async_strategy(dc_asgd_lambda=0.1), "the mode 'async'"),
-        (lambda: StrategyFactory.create_sync_strategy(dense="all_reduce"), "dense='all_reduce'"),
     ],
 )
 def test_a_job_that_cannot_move_says_why_and_goes_on(strategy: Callable[[], Any], reason: str) -> None:
@@ -1094,7 +1321,7 @@ def moved_durably(
     return job
 
 
-@pytest.mark.parametrize("mode", [None, *MODES])
+@pytest.mark.parametrize("mode", [None, *ALL_MODES])
 @pytest.mark.parametrize("journal_bytes", [2000, 1 << 30], ids=["snapshots", "no snapshots"])
 def test_durable_servers_give_their_job_to_others(tmp_path: Path, mode: str | None, journal_bytes: int) -> None:
     moved_durably(tmp_path, lambda *_: None, mode, journal_bytes)
@@ -1102,7 +1329,7 @@ def test_durable_servers_give_their_job_to_others(tmp_path: Path, mode: str | No
 
 @pytest.mark.chaos
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("mode", [None, "async"])
+@pytest.mark.parametrize("mode", [None, "async", "async, all_reduce"])
 @pytest.mark.parametrize("server", range(3), ids=["leaves", "stays", "comes"])
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_durable_servers_that_are_killed_at_any_message_of_a_move(

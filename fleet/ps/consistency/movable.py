@@ -15,10 +15,10 @@ def refuse_unmovable(spec: JobSpec) -> None:
     settings = spec.settings
     policy = policy_of(settings)
     keeps_more = policy.trains_on_workers or policy.remembers_reads or policy.fills_buffers
-    if keeps_more or settings.has_dense_on_workers:
+    if keeps_more:
         raise UnsupportedError(
             "the servers of this job cannot change while it runs",
-            expected="a job in the mode sync, async, half_async or ssp, with dense parameters on servers",
-            got=f"the mode {settings.mode!r}" if keeps_more else "dense='all_reduce'",
+            expected="a job in the mode sync, async, half_async or ssp",
+            got=f"the mode {settings.mode!r}",
             todo="Save a checkpoint, and start the whole job again with other servers.",
         )

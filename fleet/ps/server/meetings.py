@@ -10,7 +10,7 @@ Not thread-safe: the caller holds the server's lock, but for ``told`` and ``hear
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -137,6 +137,25 @@ class Meetings:
         ]
         self._outcome = json.dumps({"number": self._number, "members": said, "trained": is_trained})
         outbox += [(each.waiting.respond, self._answer()) for each in come.values()]
+        self._tell()
+
+    def dump(self) -> dict[str, Any]:
+        """Return the group that there is, to be told to other servers."""
+        return {
+            "number": self._newest,
+            "members": self._members,
+            "outcome": self._outcome,
+            "leaving": [*self._leaving],
+            "broken": self._broken,
+        }
+
+    def restore(self, dumped: Mapping[str, Any], went_over: Collection[int]) -> None:
+        """Know the group that others have known; the processes that ``went_over`` from there have the next
+        incarnation."""
+        members = {int(worker): incarnation for worker, incarnation in dumped["members"].items()}
+        self._members = {worker: each + (worker in went_over) for worker, each in members.items()}
+        self._number, self._outcome, self._broken = dumped["number"], dumped["outcome"], dumped["broken"]
+        self._leaving = {*dumped["leaving"]}
         self._tell()
 
     def _answer(self) -> Frame:

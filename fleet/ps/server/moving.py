@@ -49,7 +49,7 @@ from fleet.ps.server.job import Job, Moves
 from fleet.ps.server.job_end import JobEnd
 from fleet.ps.server.members import Members
 from fleet.ps.server.pending import Arrival, Outbox
-from fleet.ps.server.staging import KILLED, RECORDS, Staging, stale
+from fleet.ps.server.staging import KILLED, MEETINGS, RECORDS, Staging, stale
 from fleet.ps.server.wanted_servers import WantedServers
 from fleet.ps.table.shard import Shard
 from fleet.ps.wire import fleet_pb2 as pb
@@ -321,6 +321,7 @@ class Moving:
                 outcome.message.version = number
                 records.append((Kind.OUTCOME.name, b"".join(outcome.buffers())))
             records += [(Kind.STATE.name, b"".join(frame.buffers())) for frame in job.states.dump()]
+            state[MEETINGS] = job.meetings.dump()
         if sum(len(data) for _, data in records) > job.most_bytes // 2:
             raise UnsupportedError(
                 "the states of the workers' own objects are too large to move with the job",
@@ -435,15 +436,18 @@ class Moving:
             job.moves.note(switch.attempt, servers)
             job.moves.is_left = True
             return
-        records, moves = [], stage.job.moves
+        records, moves, went_over = [], stage.job.moves, set()
         moves.note(switch.attempt, servers)
         for record in stage.members:
             number, standing, incarnation, label = record
             if Standing(standing) is Standing.LIVE:
                 moves.former.setdefault(number, set()).add(incarnation)
                 record = (number, standing, incarnation + 1, label)
+                went_over.add(number)
             records.append(record)
         self._members.restore(stage.job.plans.current.spec.settings, records)
+        if stage.meetings:
+            stage.job.meetings.restore(stage.meetings, went_over)
         stage.shard.take_over()
         self._begin(stage.job)
         if self._durability is not None:

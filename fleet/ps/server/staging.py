@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from fleet.base.clock import Clock
@@ -47,6 +47,8 @@ _GIVEN_AT_ONCE = 8
 KILLED = "this server was killed, and does not know what has changed since"
 #: What travels beside the state of a job, from the first server alone: outcomes of gatherings, states of own objects.
 RECORDS = "records"
+#: And the group of its workers, from the first server as well.
+MEETINGS = "meetings"
 
 
 @dataclass
@@ -58,6 +60,8 @@ class Stage:
     shard: Shard
     refill: Refill
     members: Sequence[MemberRecord] = ()
+    #: the group of the workers, for the first of the new servers; a journal does not know what has become of it since
+    meetings: Mapping[str, Any] = field(default_factory=dict)
     filled: int = 0
     is_whole: bool = False
 
@@ -218,6 +222,7 @@ class Staging:
             for kind, tensor in zip(state[RECORDS], records, strict=True):
                 recall(stage.job, Kind[kind], read_frame(pb.Reply, [tensor.numpy().tobytes()]))
             stage.members = [_member(record) for record in state["members"]]
+            stage.meetings = {} if self._is_replaying else state.get(MEETINGS, {})
         except (LookupError, TypeError, ValueError) as error:
             raise self._unreadable(error) from None
         stage.is_whole = True

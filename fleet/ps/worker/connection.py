@@ -58,6 +58,13 @@ class Together(NamedTuple):
     awaits: str = ""
 
 
+class Whereabouts:
+    """Holds how far a worker is with others, as it tells the first server; ``together`` is written as a whole."""
+
+    def __init__(self) -> None:
+        self.together = Together()
+
+
 class Connection:
     """Connects the worker to one server."""
 
@@ -72,9 +79,11 @@ class Connection:
         figures: Callable[[], Mapping[str, float]] = dict,
         logs_absent: bool = True,
         look_ahead: Callable[[Connection], bool] = lambda _: True,
+        whereabouts: Whereabouts | None = None,
     ) -> None:
         """``figures`` are what the worker tells of itself with its heartbeats. One of its connections logs for which
         absent workers all wait. ``look_ahead`` looks where the job has moved to, until it returns that this is known.
+        ``whereabouts`` is what this server is told with every request and heartbeat, to see who waits for whom.
         """
         self.endpoint = endpoint
         self.sent_bytes = self.received_bytes = 0
@@ -98,14 +107,13 @@ class Connection:
         self.meeting = self.broken_group = 0
         #: by its last heartbeat, the servers that this worker is to move the job to
         self.wanted_servers: tuple[str, ...] = ()
-        #: what this server is told with every request and heartbeat, to see who waits for whom; written as a whole
-        self.together = Together()
+        self._whereabouts = whereabouts or Whereabouts()
         #: whether the user knows what ended this connection
         self.reported = False
 
     def request(self, step: int, **kind: object) -> pb.Request:
         """Make a request of this worker; ``kind`` names its one field, as in ``request(3, pull=pb.Pull())``."""
-        return self._request(step, self.together, **kind)
+        return self._request(step, self._whereabouts.together, **kind)
 
     def _request(self, step: int, together: Together, **kind: object) -> pb.Request:
         return pb.Request(
@@ -214,7 +222,7 @@ class Connection:
         has_moved = knows_ahead = False
         while not self._closing.wait(self._settings.heartbeat_s):
             try:
-                together = self.together
+                together = self._whereabouts.together
                 said = pb.Beat(figures=self._figures(), awaits=together.awaits)
                 beat = Frame(self._request(0, together, beat=said))
                 call = self._channel.start(beat, self._settings.heartbeat_s * 2, urgent=True)

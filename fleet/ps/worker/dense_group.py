@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from fleet.averaging.communicators import done_within, hand_round, keep_store
 from fleet.errors import FleetError
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
-from fleet.ps.worker.connection import Connection, Together
+from fleet.ps.worker.connection import Connection, Connections, Together, Whereabouts
 
 _log = logging.getLogger("fleet.worker")
 
@@ -64,8 +65,16 @@ class Comer:
 class DenseGroup:
     """Connects this worker to the others. ``size`` and ``rank`` are those of the group that there is."""
 
-    def __init__(self, first_server: Connection, worker: int, exchanging: AbstractContextManager[None]) -> None:
-        """``exchanging`` is around every wait for the others."""
+    def __init__(
+        self,
+        connections: Connections,
+        whereabouts: Whereabouts,
+        worker: int,
+        exchanging: AbstractContextManager[None],
+        following: Callable[[Callable[[], Any]], Any],
+    ) -> None:
+        """``whereabouts`` is what the first server is told of them; ``exchanging`` is around every wait for the others.
+        ``following`` lets something be done once more where the job has moved to other servers meanwhile."""
         self.rank = 0
         self.size = 1
         #: of the group; 0 before the first one
@@ -83,12 +92,19 @@ class DenseGroup:
         self._is_broken = False
         self._does = AVERAGE
         self._worker = worker
-        self._first = first_server
+        self._connections = connections
+        self._whereabouts = whereabouts
         self._exchanging = exchanging
+        self.following = following
         self._group: dist.ProcessGroup | None = None
         self._store: TCPStore | None = None
 
     # ---------------------------------------------------------------- coming together
+
+    @property
+    def _first(self) -> Connection:
+        """Return the connection to the first server, which is another one when the job has moved."""
+        return self._connections.by_server[0]
 
     @property
     def must_meet(self) -> bool:
@@ -113,7 +129,9 @@ class DenseGroup:
             self.close()
             try:
                 with self._exchanging:
-                    return self._meet(step, steps, device, broken=broken, has_values=has_values)
+                    meet = partial(self._meet, step, steps, device, broken=broken, has_values=has_values)
+                    comers: list[Comer] = self.following(meet)
+                    return comers
             except FleetError:  # of the servers, some of which are RuntimeErrors too
                 raise
             except (RuntimeError, OSError) as error:
@@ -142,7 +160,7 @@ class DenseGroup:
             self.rank = next(rank for rank, each in enumerate(comers) if each.worker == self._worker)
             self.size, self.number, self.is_trained = len(comers), told["number"], told["trained"]
             self.rounds_here, self.is_over, self._is_broken, self.is_unfinished = 0, False, False, False
-            self._first.together = Together(self.number)
+            self._whereabouts.together = Together(self.number)
             patience = timedelta(seconds=self._first.deadline_s)
             host, port = json.loads(comers[0].address)
             if self.rank == 0:
@@ -156,13 +174,14 @@ class DenseGroup:
     def say_farewell(self, step: int) -> None:
         """Tell the first server that this worker meets nobody any more, but in its last round."""
         self.is_leaving = True
-        request = self._first.request(step, meet=pb.Meet(group=self.number, leaving=True))
-        self._first.call(Frame(request), "a farewell to the workers")
+        self._tell(step, pb.Meet(group=self.number, leaving=True), "a farewell to the workers")
 
     def tell_broken(self, step: int) -> None:
         """Tell the others, through the first server, that the group is broken, as this worker meets them later."""
-        request = self._first.request(step, meet=pb.Meet(group=self.number, broken=True))
-        self._first.call(Frame(request), "word of a broken group")
+        self._tell(step, pb.Meet(group=self.number, broken=True), "word of a broken group")
+
+    def _tell(self, step: int, meet: pb.Meet, what: str) -> None:
+        self.following(lambda: self._first.call(Frame(self._first.request(step, meet=meet)), what))
 
     def close(self) -> None:
         """Let go of the connections."""
@@ -223,21 +242,21 @@ class DenseGroup:
 
     def advance(self) -> None:
         """Note that all have done one more thing together."""
-        said = self._first.together
-        self._first.together = Together(said.group, said.place + 1)
+        said = self._whereabouts.together
+        self._whereabouts.together = Together(said.group, said.place + 1)
 
     @contextmanager
     def _awaiting(self) -> Iterator[None]:
         """Surround a wait, and let the first server know of it."""
-        group, place, _ = self._first.together
-        self._first.together = Together(group, place, self._does)
+        group, place, _ = self._whereabouts.together
+        self._whereabouts.together = Together(group, place, self._does)
         try:
             yield
         except BaseException:
             self.is_unfinished = True
             raise
         finally:
-            self._first.together = Together(group, place)
+            self._whereabouts.together = Together(group, place)
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int) -> None:
         """Copy the values that the rank ``source`` has to every worker, in place."""
@@ -279,10 +298,14 @@ class DenseGroup:
         return GroupBrokenError(str(error).partition("\n")[0][:300])
 
     def _check(self) -> None:
-        if self._first.failure is not None:
-            raise self._first.reported_failure()
+        # Where the job has moved meanwhile this worker goes over while it waits: who is lost is known there.
+        self.following(self._refuse_if_over)
         if self.is_broken:
             raise GroupBrokenError("a worker of the group is gone")
+
+    def _refuse_if_over(self) -> None:
+        if self._first.failure is not None:
+            raise self._first.reported_failure()
 
 
 def _connected(

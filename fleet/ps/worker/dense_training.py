@@ -183,6 +183,9 @@ class DenseTraining:
         return behind[group.rank] and was_there
 
     def _read_record(self, *, begins: bool) -> None:
+        self.group.following(lambda: self._take_record(begins))
+
+    def _take_record(self, begins: bool) -> None:
         read = self._record(begins)
         first, tensors = next(read)
         found = ((about[DENSE], each) for about, each in chain([(first, tensors)], read))

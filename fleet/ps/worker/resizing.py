@@ -332,7 +332,7 @@ class Copy:
         self._number += 1
         past = {table: {**each, "evicted": 0, "dropped": 0} for table, each in state["past"].items()}
         # Who has claimed what is the first server's affair alone: nobody tells the others when it is done.
-        beside = {**state, "records": [], "past": past, "claims": {"begun": {}, "done": {}}}
+        beside = {**state, "records": [], "meetings": {}, "past": past, "claims": {"begun": {}, "done": {}}}
         for server, connection in enumerate(self._new):
             told = beside if server else state
             fill = pb.Fill(attempt=self._attempt, number=self._number, state=json.dumps(told))

@@ -34,7 +34,7 @@ from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.transport import Network
 from fleet.ps.worker.barrier import Barrier
-from fleet.ps.worker.connection import Connection, Connections
+from fleet.ps.worker.connection import Connection, Connections, Whereabouts
 from fleet.ps.worker.dense_group import DenseGroup
 from fleet.ps.worker.dense_training import DenseTraining
 from fleet.ps.worker.describe import Description
@@ -95,6 +95,7 @@ class WorkerRuntime:
         self.policy = policy = policy_of(strategy, strategy.update_frequency)
         self.progress = progress = Progress(policy)
         worker, self._incarnation = assignment.index, secrets.randbits(63)
+        self._whereabouts = Whereabouts()
         self._network, self._clock = network, clock
         self.connections = connections = Connections(
             self.connect(assignment.servers, self._incarnation),
@@ -155,8 +156,7 @@ class WorkerRuntime:
             )
         self._dense: DenseTraining | None = None
         if trained.plan.spec.settings.has_dense_on_workers:
-            first_server = connections.by_server[0]
-            group = DenseGroup(first_server, worker, figures.reduce)
+            group = DenseGroup(connections, self._whereabouts, worker, figures.reduce, self.following)
             self._dense = DenseTraining(
                 group,
                 trained,
@@ -165,7 +165,7 @@ class WorkerRuntime:
                 self.turns,
                 worker,
                 strategy.wire_dtype,
-                lambda begins: dense_record(first_server, progress.completed, begins=begins),
+                lambda begins: dense_record(connections.by_server[0], progress.completed, begins=begins),
                 check_finite=check_finite,
             )
         self._edits = Edits(connections, trained, values, rows, self._training, self._geo, progress, worker)
@@ -215,9 +215,18 @@ class WorkerRuntime:
         network, settings, clock, worker = self._network, self._settings, self._clock, self.assignment.index
         return [
             Connection(
-                endpoint, network, settings, clock, worker, incarnation, self.read_figures, place == 0, self._look_ahead
+                endpoint,
+                network,
+                settings,
+                clock,
+                worker,
+                incarnation,
+                self.read_figures,
+                logs_absent=server == 0,
+                look_ahead=self._look_ahead,
+                whereabouts=None if server else self._whereabouts,
             )
-            for place, endpoint in enumerate(servers)
+            for server, endpoint in enumerate(servers)
         ]
 
     def _look_ahead(self, connection: Connection) -> bool:
@@ -399,18 +408,24 @@ class WorkerRuntime:
             try:
                 self.following(self._prepare_step)
                 self.trained.outdate_whole_tables()
-                try:
-                    with self.trained.writer.standing_still():
-                        self._training.step()
-                except ServersMovedError:
-                    self._follow()
-                    self.following(self._finish_push)
-                self.trained.forget_whole_tables()
-                if self.connections.wanted_servers:
-                    self.move_as_asked()
+                self._push_step()
+                self._end_step()
             except FleetError:
                 self.connections.note_reported()
                 raise
+
+    def _push_step(self) -> None:
+        try:
+            with self.trained.writer.standing_still():
+                self._training.step()
+        except ServersMovedError:
+            self._follow()
+            self.following(self._finish_push)
+
+    def _end_step(self) -> None:
+        self.trained.forget_whole_tables()
+        if self.connections.wanted_servers:
+            self.move_as_asked()
 
     def _finish_push(self) -> None:
         with self.trained.writer.standing_still():
@@ -427,16 +442,16 @@ class WorkerRuntime:
     def _step_here(self, update: Callable[[], None], *, if_finite: bool = False) -> None:
         with self.turns:
             try:
-                self._prepare_step()
+                self.following(self._prepare_step)
                 self.trained.outdate_whole_tables()
                 if self._geo is not None:
                     self._geo.step(update)
                 else:
                     is_taken = self.dense.step(update, if_finite=if_finite)
                     with nullcontext() if is_taken else self.trained.description.tables_aside():
-                        self._training.step()
+                        self._push_step()
                     self.dense.end_step()
-                self.trained.forget_whole_tables()
+                self._end_step()
             except FleetError:
                 self.connections.note_reported()
                 raise

@@ -99,6 +99,7 @@ def state_of(job: Job, shard: Shard, members: Sequence[MemberRecord], unfinished
         "taken": job.background.taken,
         "last": job.background.last,
         "began": astuple(job.began),
+        "record": astuple(job.record),
         "former": [plan.spec.to_json() for plan in plans.former],
         "outgrown": {worker: plan.spec.to_json() for worker, plan in plans.outgrown.items()},
         "claims": job.claims.dump(),
@@ -186,7 +187,7 @@ def take_up(job: Job, shard: Shard, state: Mapping[str, Any], now: float) -> Non
     progress.before, progress.steps, progress.loads = state["steps_before"], _by_worker(state["steps"]), state["loads"]
     job.background.taken, job.background.last = state["taken"], (state["last"][0], state["last"][1])
     # What is not in the snapshots of earlier releases.
-    job.began = Origin(*state.get("began", ()))
+    job.began, job.record = Origin(*state.get("began", ())), Origin(*state.get("record", ()))
     progress.workers_then, progress.steps_then = state.get("workers_then", 0), _by_worker(state.get("steps_then", {}))
     plans.former = [make_plan(JobSpec.from_json(each)) for each in state.get("former", ())]
     plans.outgrown = {
