@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,26 @@ def test_who_pushed_before_workers_waited_is_in_no_hurry() -> None:
 
 
 # ---------------------------------------------------------------- what it computes
+
+
+def test_a_gate_that_goes_on_elsewhere_admits_what_the_first_one_has_admitted() -> None:
+    """And where another server does, it closes no buffer by itself, and holds nobody."""
+    gate = AutoGate(range(3))
+    for worker in range(3):
+        gate.push(worker, 1, 0)
+    for worker in (0, 1):
+        gate.push(worker, 2, 1)
+    anew = gate.memory({0: 1, 1: 2, 2: 1}, anew=True)
+    assert anew["buffers"][-1].pushes == ((1, 1, 2),), "what comes again is in none"
+    moved = [AutoGate(range(3)) for _ in range(2)]
+    for each in moved:
+        each.resume(gate.clocks, gate.gone, gate.version, json.loads(json.dumps(gate.memory(gate.clocks))))
+    first, other = moved
+    other.follow_first()
+    assert [first.holds(0, 2), other.holds(0, 2)] == [2, 0]
+    assert ApplyBuffer(2, ((0, 2), (1, 2)), (), 2) in first.leave(2)
+    assert other.leave(2) == []
+    assert ApplyBuffer(2, ((0, 2), (1, 2)), (), 2) in other.place(0, 2, first.buffers(0))
 
 
 def test_a_job_may_be_asked_never_to_change() -> None:

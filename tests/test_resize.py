@@ -19,7 +19,7 @@ import torch
 from dying import ANSWERED, ENVIRON, MOMENTS, DyingJob, at
 from faults import Action, Fault, FaultyNetwork
 from harness import PATIENT, SOON, Job, until
-from inside import connections, found_job, is_copying, leave, wanted_servers, worker_of
+from inside import connections, found_job, is_copying, leave, refresh, wanted_servers, worker_of
 from patience import PATIENCE_S
 from test_elastic import ELASTIC, part
 from test_feed import Followed, source_of
@@ -580,7 +580,7 @@ def resumed_after(number: int, *, after: bool, mode: str | None = None, to: str 
 
 @pytest.mark.chaos
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("mode", [None, "async", "async, all_reduce"])
+@pytest.mark.parametrize("mode", [None, "async", "async, all_reduce", "gba", "auto"])
 @pytest.mark.parametrize("after", [False, True], ids=["before it arrives", "after it is carried out"])
 def test_a_mover_that_is_killed_at_any_message_leaves_no_half_of_a_move(after: bool, mode: str | None) -> None:
     number, struck = 1, "some"
@@ -641,7 +641,13 @@ AMONG_WORKERS = {
     "async, all_reduce": lambda: StrategyFactory.create_async_strategy(dense="all_reduce"),
     "half_async, all_reduce": lambda: StrategyFactory.create_half_async_strategy(dense="all_reduce"),
 }
-ALL_MODES = {**MODES, **AMONG_WORKERS}
+#: Those in which some pushes wait for others: three of two workers' make an update, or of three workers' four.
+IN_BUFFERS = {
+    "gba": lambda: StrategyFactory.create_gba_strategy(4, 99),
+    "auto": lambda: StrategyFactory.create_auto_strategy(staleness=99),
+    "auto, gba": lambda: StrategyFactory.create_auto_strategy(staleness=99, changes=[3]),
+}
+ALL_MODES = {**MODES, **AMONG_WORKERS, **IN_BUFFERS}
 
 
 class Constant(torch.nn.Module):
@@ -705,8 +711,9 @@ def undisturbed_freely(optimizers: str, mode: str) -> dict[str, torch.Tensor]:
 def test_every_update_counts_once_where_workers_share_no_steps(optimizers: str, mode: str, move: str) -> None:
     first, then = MOVES[move]
     # A server hears of each push later than the others: when it is to stand still they have pushes that it has not.
-    late = Fault(Action.DELAY, endpoint=Endpoint.parse(f"server{first[-1]}:1"), kind="push", times=None, delay_s=0.01)
-    network = FaultyNetwork(LoopbackNetwork(), late)
+    last = Endpoint.parse(f"server{first[-1]}:1")
+    late = [Fault(Action.DELAY, last, kind=kind, times=None, delay_s=0.01) for kind in ("push", "place")]
+    network = FaultyNetwork(LoopbackNetwork(), *late)
     body = training_freely(optimizers, mode, names(then))
     for state in Resized(body, first, then, workers=3, network=network).run():
         expected = undisturbed_freely(optimizers, mode)
@@ -733,20 +740,221 @@ def test_no_message_has_to_arrive_the_first_time_where_workers_share_no_steps(
             torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_server_takes_what_others_have_before_it_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pushes of one worker reach one server only when the others stand still."""
+def test_nobody_waits_for_a_push_whose_worker_does_not_know_that_it_is_lost() -> None:
+    """It waits for the answer of a server that has it, in turns; another one has it too, and a third one lacks it."""
+    lost = Fault(Action.DROP_REQUEST, Endpoint.parse("server2:1"), 1, kind="push", step=3)
+
+    def body(fleet: Fleet, worker: int, moves: bool = True) -> Any:
+        model = constant()
+        strategy = StrategyFactory.create_auto_strategy()
+        optimizer = fleet.distributed_optimizer(OPTIMIZERS["momentum"](model), strategy, model=model)
+        fleet.init_worker()
+        for step in range(4):
+            if worker == 0 and step == 2 and moves:
+                for each in names([0, 1]):
+                    until(lambda name=each: (1, 3) in found_job(job.service(name)).rounds.pushed)
+                fleet.resize_servers(names([1, 2]))
+            optimizer.minimize(model())
+        fleet.barrier_worker()
+        return fleet.state_dict(model)
+
+    job = Resized(body, [0, 1, 2], [1, 2], network=FaultyNetwork(LoopbackNetwork(), lost))
+    (got, _), (expected, _) = job.run(), Job(functools.partial(body, moves=False), 2, 3).run()
+    for name, value in got.items():
+        assert torch.equal(value, expected[name])
+
+
+def test_an_update_whose_norm_is_not_told_yet_is_made_before_the_job_moves() -> None:
+    """By the one that moves it: the worker that closed the buffer tells the servers late."""
+    strategy = functools.partial(StrategyFactory.create_gba_strategy, 2, 99, max_grad_norm=0.5)
+
+    def body(fleet: Fleet, worker: int, moves: bool = True) -> Any:
+        model = constant()
+        optimizer = fleet.distributed_optimizer(OPTIMIZERS["momentum"](model), strategy(), model=model)
+        fleet.init_worker()
+        fleet.barrier_worker()
+        for step in range(4):
+            if worker == 0 and step == 2 and moves:
+                until(lambda: found_job(job.service("server0:1")).rounds.due)
+                fleet.resize_servers(names([1, 2]))
+            optimizer.minimize(model())
+        fleet.barrier_worker()
+        return fleet.state_dict(model)
+
+    late = Fault(Action.DELAY, worker=1, kind="clip", times=None, delay_s=0.3)
+    job = Resized(body, [0, 1], [1, 2], network=FaultyNetwork(LoopbackNetwork(), late))
+    (got, _), (expected, _) = job.run(), Job(functools.partial(body, moves=False), 2, 2).run()
+    for name, value in got.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
+
+
+def test_what_came_too_late_before_a_move_is_counted_after_it() -> None:
+    """And what a worker read before it is as old as it was."""
+    strategy = functools.partial(StrategyFactory.create_gba_strategy, 1, 0)
+
+    def body(fleet: Fleet, worker: int, moves: bool = True) -> Any:
+        model = constant()
+        optimizer = fleet.distributed_optimizer(OPTIMIZERS["momentum"](model), strategy(), model=model)
+        fleet.init_worker()
+        for step in range(6):
+            model().backward()
+            fleet.barrier_worker()
+            if worker == 0:
+                optimizer.step()
+            if step == 3 and worker == 0 and moves:
+                fleet.resize_servers(names([1, 2]))
+            fleet.barrier_worker()
+            if worker == 1:
+                optimizer.step()  # of what was read before the other one's step
+            optimizer.zero_grad()
+            fleet.barrier_worker()
+            refresh(fleet)
+        return fleet.summary()["late_gradients"], fleet.state_dict(model)
+
+    (late, got), _ = Resized(body, [0, 1], [1, 2]).run()
+    (expected, state), _ = Job(functools.partial(body, moves=False), 2, 2).run()
+    assert late == expected == {1: 6}
+    for name, value in got.items():
+        assert torch.equal(value, state[name])
+
+
+@pytest.mark.parametrize("mode", ["gba", "auto"])
+def test_what_a_worker_left_in_a_buffer_moves_when_it_has_gone(mode: str) -> None:
+    """The last of its pushes waits there; nothing of it is lost, and who waits for it in turns goes on."""
+    strategy = StrategyFactory.create_gba_strategy(2, 99) if mode == "gba" else StrategyFactory.create_auto_strategy()
+    has_left = threading.Event()
+
+    def body(fleet: Fleet, worker: int, moves: bool = True) -> Any:
+        model = constant()
+        optimizer = fleet.distributed_optimizer(OPTIMIZERS["momentum"](model), strategy, model=model)
+        fleet.init_worker()
+        for step in range(3):
+            if worker == 0 and step == 2:
+                assert has_left.wait(PATIENCE_S)
+                if moves:
+                    fleet.resize_servers(names([1, 2]))
+            optimizer.minimize(model())
+            if mode == "gba" and worker == 1 and step == 2:
+                optimizer.minimize(model())
+        if worker == 1:
+            fleet.stop_worker()
+            has_left.set()
+            return None
+        for _ in range(4):
+            optimizer.minimize(model())
+        refresh(fleet)
+        return fleet.state_dict(model)
+
+    if mode == "auto":
+        has_left.set()
+    job = Resized(body, [0, 1], [1, 2])
+    got, _ = job.run()
+    if mode == "gba":
+        has_left.clear()
+    expected, _ = Job(functools.partial(body, moves=False), 2, 2).run()
+    for name, value in got.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
+
+
+#: What a job may be like in which a push waits for others while it moves: its strategy, and its table's rules.
+WAITING: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "plain": (lambda: StrategyFactory.create_gba_strategy(2), {}),
+    "bf16": (lambda: StrategyFactory.create_gba_strategy(2, wire_dtype="bf16"), {}),
+    "norm": (lambda: StrategyFactory.create_gba_strategy(2, max_grad_norm=0.05), {}),
+    "weights": (
+        lambda: StrategyFactory.create_gba_strategy(2).with_settings(evict_every=2),
+        {"admit": CountFilter(3, of="weight"), "evict": MaxRows(30, by="weight")},
+    ),
+    "time": (lambda: StrategyFactory.create_gba_strategy(2), {"evict": Unused(seconds=1e9)}),
+    "in turns": (lambda: StrategyFactory.create_auto_strategy(), {}),
+    "out of turn": (lambda: StrategyFactory.create_auto_strategy(changes=[2]), {}),
+}
+
+
+def in_lockstep(what: str, optimizers: str, then: list[str] | None, found: list[Any]) -> Callable[[Fleet, int], Any]:
+    """What moves while the push of the second worker waits for that of the first, in every third step; ``found`` is
+    where the servers are."""
+    strategy, rules = WAITING[what]
+
+    def waits(count: int) -> bool:
+        services = [found[0].service(each) for each in fleets[0].server_endpoints()]
+        return all(len(found_job(each).rounds.pushed) == count for each in services)
+
+    fleets: dict[int, Fleet] = {}
+
+    def body(fleet: Fleet, worker: int) -> Any:
+        fleets[worker] = fleet
+        model = model_of_all(rules=rules)
+        optimizer = fleet.distributed_optimizer(OPTIMIZERS[optimizers](model), strategy(), model=model)
+        fleet.init_worker()
+        losses = []
+        for step in range(8):
+            loss = model(ids_of(worker, step))
+            loss.backward()
+            fleet.barrier_worker()
+            if worker == 0 and then is not None:
+                until(lambda: waits(1))
+                if step % 3 == 2 and fleet.server_endpoints() != then:
+                    fleet.resize_servers(then)
+                    assert waits(1) or what == "in turns", "it has moved, where nobody sends it again"
+                    until(lambda: waits(1))
+            elif worker == 0:
+                until(lambda: found_job(found[0].service(names([0])[0])).rounds.pushed)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            fleet.barrier_worker()
+            refresh(fleet)
+        summary = fleet.summary()
+        told = {key: summary["tables"]["table.weight"][key] for key in ("rows", "pending", "evicted")}
+        return losses, fleet.state_dict(model), told, summary["changes"], summary["staleness"]
+
+    return body
+
+
+@functools.cache
+def undisturbed_in_lockstep(what: str, optimizers: str, servers: int) -> Any:
+    found: list[Any] = []
+    job = Resized(in_lockstep(what, optimizers, None, found), range(servers), range(servers))
+    found.append(job)
+    return job.run()
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("optimizers", OPTIMIZERS)
+@pytest.mark.parametrize("what", WAITING)
+@pytest.mark.pairs
+def test_a_push_that_waits_for_others_moves_to_the_bit(what: str, optimizers: str, move: str) -> None:
+    first, then = MOVES[move]
+    found: list[Any] = []
+    job = Resized(in_lockstep(what, optimizers, names(then), found), first, then)
+    found.append(job)
+    got, expected = job.run(), undisturbed_in_lockstep(what, optimizers, len(first))
+    assert_same([each[:2] for each in got], [each[:2] for each in expected])
+    assert [each[2:4] for each in got] == [each[2:4] for each in expected]
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind", "server"),
+    [("half_async", "push", 1), ("gba", "push", 1), ("gba", "push", 0), ("gba", "place", 1), ("auto, gba", "place", 1)],
+)
+def test_a_server_takes_what_others_have_before_it_moves(
+    mode: str, kind: str, server: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pushes of one worker reach one server only when the others stand still, or it hears later what they are part
+    of."""
     asked, let_go = list[Any](), resizing.Copy._let_go
 
-    def noted(copy: Any, connection: Any, number: int, delivered: Any = None) -> Any:
-        asked.append(delivered)
-        return let_go(copy, connection, number, delivered)
+    def noted(copy: Any, connection: Any, number: int, delivered: Any = None, buffers: Any = ()) -> Any:
+        asked.append(delivered or buffers)
+        return let_go(copy, connection, number, delivered, buffers)
 
     monkeypatch.setattr(resizing.Copy, "_let_go", noted)
-    late = Fault(Action.DELAY, Endpoint.parse("server1:1"), 1, kind="push", times=None, delay_s=0.3)
+    late = Fault(Action.DELAY, Endpoint.parse(f"server{server}:1"), 1, kind=kind, times=None, delay_s=0.2)
     network = FaultyNetwork(LoopbackNetwork(), late)
-    states = Resized(training_freely("adam", "half_async", names([1, 2]), 12), [0, 1], [1, 2], 3, network=network).run()
+    states = Resized(training_freely("adam", mode, names([1, 2]), 12), [0, 1], [1, 2], 3, network=network).run()
     assert any(asked)
-    expected = Job(training_freely("adam", "half_async", None, 12), 3, 2).run()[0]
+    expected = Job(training_freely("adam", mode, None, 12), 3, 2).run()[0]
     for name, value in states[0].items():
         torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
 
@@ -1213,7 +1421,7 @@ def test_workers_join_and_leave_around_a_move(mode: str, asks: bool) -> None:
 @pytest.mark.parametrize(
     ("strategy", "reason"),
     [
-        (fleet_package.StrategyFactory.create_gba_strategy, "the mode 'gba'"),
+        (lambda: StrategyFactory.create_half_async_strategy(dc_asgd_lambda=0.1), "the mode 'half_async'"),
         (lambda: fleet_package.StrategyFactory.create_geo_strategy(2), "the mode 'geo'"),
         (lambda: StrategyFactory.create_async_strategy(dc_asgd_lambda=0.1), "the mode 'async'"),
     ],
@@ -1329,7 +1537,7 @@ def test_durable_servers_give_their_job_to_others(tmp_path: Path, mode: str | No
 
 @pytest.mark.chaos
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("mode", [None, "async", "async, all_reduce"])
+@pytest.mark.parametrize("mode", [None, "async", "async, all_reduce", "gba", "auto"])
 @pytest.mark.parametrize("server", range(3), ids=["leaves", "stays", "comes"])
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_durable_servers_that_are_killed_at_any_message_of_a_move(
@@ -1343,7 +1551,7 @@ def test_durable_servers_that_are_killed_at_any_message_of_a_move(
     assert number > 4
 
 
-@pytest.mark.parametrize("mode", [None, "async"])
+@pytest.mark.parametrize("mode", [None, "async", "gba"])
 @pytest.mark.parametrize("journal_bytes", [1, 2000, 1 << 30])
 def test_servers_that_a_job_has_moved_to_keep_it(tmp_path: Path, journal_bytes: int, mode: str | None) -> None:
     """They are killed again and again, with their own list or that which the job had at first."""
@@ -1876,14 +2084,14 @@ def test_a_job_that_does_not_take_a_server_in_says_why(
 ) -> None:
     monkeypatch.setattr(runtime, "ASKS_S", 0.3)
     ends = threading.Event()
-    job = Resized(steps_until(ends, StrategyFactory.create_gba_strategy), [0], [0], environ=BEATING)
+    job = Resized(steps_until(ends, lambda: StrategyFactory.create_geo_strategy(2)), [0], [0], environ=BEATING)
     threads = job.start()
     until(lambda: job.service("server0:1") is not None)
     until(lambda: job.service("server0:1").job is not None)
     joiner = Joiner(job, "server1:1", ["server0:1"])
     try:
         until(lambda: "goes on without this server" in caplog.text)
-        assert "GBA" in caplog.text or "gba" in caplog.text
+        assert "geo" in caplog.text
         assert not joiner.is_ready.is_set()
     finally:
         ends.set()
@@ -1899,7 +2107,7 @@ def test_a_server_that_cannot_be_drained_ends_the_job(why: str, monkeypatch: pyt
 
     if why == "the move is refused":
         monkeypatch.setattr(resizing.Copy, "move", refused)
-    mode = (lambda: StrategyFactory.create_gba_strategy()) if why == "the mode" else None
+    mode = (lambda: StrategyFactory.create_geo_strategy(2)) if why == "the mode" else None
     ends, servers = threading.Event(), [0] if why == "it is the only one" else [0, 1]
     job = Resized(steps_until(ends, mode), servers, servers, environ=BEATING)
     threads = job.start()

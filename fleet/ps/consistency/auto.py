@@ -56,10 +56,14 @@ class AutoGate(GbaGate):
             self._now = now
 
     def holds(self, worker: int, step: int) -> int:
-        if not self._waits:
+        if not (self._waits and self._admits):  # else a Place says what is waited for
             return 0
         there = self._pushes.get(self._applied, ())
         return self._applied + 1 if (worker, step) in ((whose, number) for _, whose, number in there) else 0
+
+    def follow_first(self) -> None:
+        super().follow_first()
+        self._changes = []
 
     @property
     def changes(self) -> list[Changed]:
@@ -74,14 +78,20 @@ class AutoGate(GbaGate):
         self._admit(pushes)
         return [*effects, *self._effects()]
 
-    def memory(self, clocks: Mapping[int, int]) -> dict[str, Any]:
+    def memory(self, clocks: Mapping[int, int], *, anew: bool = False) -> dict[str, Any]:
         own_s = {
             str(worker): [each for each in steps if each[0] <= clocks.get(worker, each[0])]
             for worker, steps in self._own_s.items()
         }
         changes = [(each.version, each.together, each.gain) for each in self._changes]
         times = [None if math.isinf(at) else at for at in (self._now, self._changed_at)]
-        return {**super().memory(clocks), "waits": self._waits, "changes": changes, "own_s": own_s, "times": times}
+        return {
+            **super().memory(clocks, anew=anew),
+            "waits": self._waits,
+            "changes": changes,
+            "own_s": own_s,
+            "times": times,
+        }
 
     def resume(
         self,

@@ -38,6 +38,9 @@ class ClockGate(ABC):
     def buffers(self, since: int) -> list[Buffer]:
         return []
 
+    def follow_first(self) -> None:
+        return None
+
     def note(self, worker: int, step: int, own_s: float, now: float) -> None:
         del worker, step, own_s, now  # most modes go by no time
 
@@ -48,7 +51,7 @@ class ClockGate(ABC):
     def changes(self) -> list[Changed]:
         return []
 
-    def memory(self, clocks: Mapping[int, int]) -> dict[str, Any]:
+    def memory(self, clocks: Mapping[int, int], *, anew: bool = False) -> dict[str, Any]:
         return {}
 
     def wait(self, ticket: Hashable, worker: int, version: int) -> list[Effect]:

@@ -124,6 +124,10 @@ class Gate(Protocol):
         """Return the buffers from a version on, as far as they are known."""
         ...
 
+    def follow_first(self) -> None:
+        """Take note, in modes with buffers, that it is another server that says what goes into them."""
+        ...
+
     def note(self, worker: int, step: int, own_s: float, now: float) -> None:
         """Take note, before its push, how long a worker took for a step by itself, and what time it is there."""
         ...
@@ -137,9 +141,10 @@ class Gate(Protocol):
         """Return when workers began to wait for each other and ceased to."""
         ...
 
-    def memory(self, clocks: Mapping[int, int]) -> dict[str, Any]:
+    def memory(self, clocks: Mapping[int, int], *, anew: bool = False) -> dict[str, Any]:
         """Return what a gate has to know beside clocks and version, as JSON has it, when workers have taken so many
-        steps."""
+        steps. What they have pushed since is pushed once more; if it may go elsewhere then, or does not come any more,
+        it counts ``anew``."""
         ...
 
     def wait(self, ticket: Hashable, worker: int, version: int) -> list[Effect]:

@@ -92,9 +92,19 @@ class GbaGate(ClockGate):
             self._pushes[at] = {(token, worker, step) for token, worker, step in pushes}
             self._divisors |= {at: divisor} if divisor else {}
             self._together |= {at} if together else set()
+        self._here = {(worker, step) for worker, step in memory.get("here", ())}
+        self._admits = memory.get("admits", False)
 
-    def memory(self, clocks: Mapping[int, int]) -> dict[str, Any]:
-        return {"buffers": self.buffers(0)}
+    def memory(self, clocks: Mapping[int, int], *, anew: bool = False) -> dict[str, Any]:
+        here = [(worker, step) for worker, step in self._here - self._unplaced if step <= clocks.get(worker, step)]
+        buffers = self.buffers(0)
+        if anew:
+            kept = [[each for each in buffer.pushes if each[2] <= clocks.get(each[1], each[2])] for buffer in buffers]
+            buffers = [each._replace(pushes=tuple(some)) for each, some in zip(buffers, kept, strict=True) if some]
+        return {"buffers": buffers, "here": sorted(here), "admits": self._admits}
+
+    def follow_first(self) -> None:
+        self._admits = False
 
     def _deliver(self, worker: int, step: int, token: int | None) -> list[Effect]:
         if token is not None:

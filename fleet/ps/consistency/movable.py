@@ -14,11 +14,11 @@ def refuse_unmovable(spec: JobSpec) -> None:
     """Refuse to move a job whose state, or the way in which its servers agree, would not be the same elsewhere."""
     settings = spec.settings
     policy = policy_of(settings)
-    keeps_more = policy.trains_on_workers or policy.remembers_reads or policy.fills_buffers
+    keeps_more = policy.trains_on_workers or policy.remembers_reads
     if keeps_more:
         raise UnsupportedError(
             "the servers of this job cannot change while it runs",
-            expected="a job in the mode sync, async, half_async or ssp",
+            expected="a job in the mode sync, async, half_async, ssp, gba or auto",
             got=f"the mode {settings.mode!r}",
             todo="Save a checkpoint, and start the whole job again with other servers.",
         )

@@ -50,6 +50,7 @@ from fleet.ps.server.job_end import JobEnd
 from fleet.ps.server.members import Members
 from fleet.ps.server.pending import Arrival, Outbox
 from fleet.ps.server.staging import KILLED, MEETINGS, RECORDS, Staging, stale
+from fleet.ps.server.step_requests import StepRequests, push_of
 from fleet.ps.server.wanted_servers import WantedServers
 from fleet.ps.table.shard import Shard
 from fleet.ps.wire import fleet_pb2 as pb
@@ -61,6 +62,9 @@ _log = logging.getLogger("fleet.server")
 
 #: Under this name a copy goes on from the epochs of its rounds.
 _BASE = "move"
+#: What the state of a server that stands still says of pushes: what is in its buffers, what waits there, how many
+#: updates wait for a norm, and what comes again. A cursor that begins with the second asks for such a push.
+BUFFERS, PUSHED, DUE, AGAIN = "buffers", "pushed:", "due", "again"
 
 
 @dataclass
@@ -94,9 +98,11 @@ class _Halt:
     is_recalled: bool = False
 
     def lets_through(self, request: Any) -> bool:
-        """Say whether other servers have a push."""
-        is_push = request.WhichOneof("kind") in ("push", "part")
-        return is_push and request.step <= self.delivered.get(request.worker, 0)
+        """Say whether other servers have a push, or are told of one that they have."""
+        kind = request.WhichOneof("kind")
+        if kind in ("push", "part"):
+            return bool(request.step <= self.delivered.get(request.worker, 0))
+        return bool(kind == "clip")
 
     def let_through(self, delivered: Mapping[int, int]) -> list[tuple[Frame, Respond]]:
         """Return, of what was kept, the pushes that other servers have."""
@@ -115,6 +121,7 @@ class Moving:
         durability: Durability | None,
         staging: Staging,
         wanted: WantedServers,
+        steps: StepRequests,
         begin: Callable[[Job], None],
     ) -> None:
         """``begin`` makes a job the server's."""
@@ -124,6 +131,7 @@ class Moving:
         self._durability = durability
         self._staging = staging
         self._wanted = wanted
+        self._steps = steps
         self._begin = begin
         self._copying: _Copying | None = None
         self._halt: _Halt | None = None
@@ -283,10 +291,39 @@ class Moving:
         if copying is None or copying.attempt != arrival.request.export.checkpoint:
             raise stale(self._where, KILLED)
         self._check_copied(job, copying)
+        if arrival.request.export.cursor.startswith(PUSHED):
+            self._export_pushed(job, arrival)
+            return
         piece = copying.shard.export(arrival.request.export.cursor, copying.since)
         about = json.dumps({"tensors": list(piece.tensors), **piece.about})
         reply = pb.Reply(version=job.rounds.gate.version, cursor=piece.next_cursor, about=about)
         arrival.answer(reply, [WireTensor.of(tensor) for tensor in piece.tensors.values()])
+
+    def _export_pushed(self, job: Job, arrival: Arrival) -> None:
+        """Answer with the part here of a push that waits to become part of an update; with nothing if there is none, as
+        its worker has died on its way between two servers."""
+        which = arrival.request.export.cursor.removeprefix(PUSHED)
+        contribution = next((each for key, each in job.rounds.pushed.items() if "{}:{}".format(*key) == which), None)
+        reply = pb.Reply(version=job.rounds.gate.version, about="{}")
+        if contribution is None:
+            arrival.answer(reply)
+            return
+        present, flats = contribution.dense
+        weights = contribution.weights or {}
+        about = {
+            "options": contribution.options,
+            "present": present.hex(),
+            "tables": [*contribution.rows],
+            "weighed": [*weights],
+            "used": sorted(contribution.used),
+            "read_at": contribution.read_at,
+            "rows_read_at": [contribution.rows_read_at[table] for table in contribution.rows],
+            "own_s": contribution.own_s,
+            "now": contribution.sent_at,
+        }
+        reply.about = json.dumps(about)
+        rows = [WireTensor.of(each) for pair in contribution.rows.values() for each in pair]
+        arrival.answer(reply, [*map(WireTensor.of, flats.values()), *rows, *map(WireTensor.of, weights.values())])
 
     def _stand_still(self, job: Job, arrival: Arrival) -> None:
         request, copying = arrival.request, self._copying
@@ -305,16 +342,20 @@ class Moving:
             self._halt = _Halt(request.halt.attempt, request, is_recalled=self._is_replaying)
             if copying is not None:
                 copying.since = copying.following
-        self._take_delivered(job, self._halt, dict(request.halt.delivered))
+        self._take_delivered(job, self._halt, arrival)
         if self._is_replaying:
             return
         shard = job.held()
         shard.apply_pending()
+        # Who waits for the answer to a push still has what was in it. Other pushes wait in a buffer, and move.
+        again = [each for each in job.rounds.pushed if not job.policy.fills_buffers or _is_awaited(job, *each)]
         open_pushes = {
             ("push", worker, step): Frame(pb.Request(worker=worker, step=step, push=pb.Push(steps=1)))
-            for worker, step in job.rounds.pushed
+            for worker, step in again
         }
-        state = state_of(job, shard, self._members.dump(), open_pushes)
+        state = state_of(job, shard, self._members.dump(), open_pushes, anew=True)
+        state[BUFFERS], state[DUE] = job.rounds.gate.buffers(0), len(job.rounds.due)
+        state[PUSHED], state[AGAIN] = [each for each in job.rounds.pushed if each not in again], again
         records: list[tuple[str, bytes]] = []
         if shard.server == 0:
             for number, outcome in job.reductions.outcomes():
@@ -332,12 +373,15 @@ class Moving:
         reply = pb.Reply(version=job.rounds.gate.version, about=about)
         arrival.answer(reply, [_tensor_of(data) for _, data in records])
 
-    def _take_delivered(self, job: Job, halt: _Halt, delivered: Mapping[int, int]) -> None:
-        """Take the pushes that other servers have; raise as long as some have not come."""
+    def _take_delivered(self, job: Job, halt: _Halt, arrival: Arrival) -> None:
+        """Take the pushes that other servers have, into the buffers in which they are there; raise as long as some have
+        not come."""
+        told = arrival.request.halt
+        delivered = dict(told.delivered)
         self._released += halt.let_through(delivered)
         clocks = job.rounds.gate.clocks
         behind = [worker for worker, step in delivered.items() if clocks.get(worker, step) < step]
-        if behind:
+        if behind or not self._steps.place_all(job, told.buffers, arrival.worker, arrival.outbox):
             raise ServerBusyError("pushes that other servers have are on their way", where=self._where, got=behind)
 
     def _check_may_move(self, job: Job, worker: int) -> None:
@@ -356,7 +400,7 @@ class Moving:
 
     def _check_version(self, job: Job, request: Any) -> None:
         is_elsewhere = job.policy.shares_steps and request.halt.version != job.rounds.gate.version
-        if is_elsewhere or job.rounds.due:
+        if is_elsewhere or (job.rounds.due and not job.policy.fills_buffers):
             raise ProtocolError(
                 "the job went on while it was to stand still",
                 where=self._where,
@@ -445,6 +489,11 @@ class Moving:
                 record = (number, standing, incarnation + 1, label)
                 went_over.add(number)
             records.append(record)
+        incarnations = {number: incarnation for number, _, incarnation, _ in records}
+        for frame in stage.pushed:
+            frame.message.incarnation = incarnations.get(frame.message.worker, 0)
+            if self._durability is not None:
+                self._durability.takes_over(frame)
         self._members.restore(stage.job.plans.current.spec.settings, records)
         if stage.meetings:
             stage.job.meetings.restore(stage.meetings, went_over)
@@ -509,6 +558,11 @@ class Moving:
             "halted": "" if self._halt is None else self._halt.attempt,
         }
         arrival.answer(pb.Reply(about=json.dumps(about)))
+
+
+def _is_awaited(job: Job, worker: int, step: int) -> bool:
+    """Say whether a worker waits for the answer to a push."""
+    return any(each.worker == worker and each.what == push_of(step) for each in job.rounds.parked.values())
 
 
 def _tensor_of(data: bytes) -> WireTensor:

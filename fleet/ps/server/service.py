@@ -110,7 +110,7 @@ class Service:
             endpoint, settings, clock, members, durability, handshake, stores, may_begin=may_begin
         )
         self._wanted = wanted = WantedServers(where, end, members)
-        self._moving = Moving(where, end, members, durability, staging, wanted, self._begin)
+        self._moving = Moving(where, end, members, durability, staging, wanted, steps, self._begin)
         barrier = Barrier(clock, steps)
         self._standstill = Standstill(end, members)
         self._meetings = meetings = MeetingRequests(clock, members, steps)

@@ -37,10 +37,11 @@ from fleet.ps.server.job import Job, new_job
 from fleet.ps.server.members import Members
 from fleet.ps.server.pending import Arrival
 from fleet.ps.server.refill import Refill
+from fleet.ps.server.step_requests import contribution_of
 from fleet.ps.table.shard import Shard
 from fleet.ps.table.stores import NewStore, Stores
 from fleet.ps.wire import fleet_pb2 as pb
-from fleet.ps.wire.frame import read_frame
+from fleet.ps.wire.frame import Frame, read_frame
 
 #: So many times memory is given back before others have their turn.
 _GIVEN_AT_ONCE = 8
@@ -62,6 +63,8 @@ class Stage:
     members: Sequence[MemberRecord] = ()
     #: the group of the workers, for the first of the new servers; a journal does not know what has become of it since
     meetings: Mapping[str, Any] = field(default_factory=dict)
+    #: pushes that wait to become part of an update
+    pushed: list[Frame] = field(default_factory=list)
     filled: int = 0
     is_whole: bool = False
 
@@ -203,6 +206,9 @@ class Staging:
             note_move(self._durability, job, arrival.frame, arrival.outbox)
             if fill.state:
                 self._complete(stage, fill.state, arrival.tensors)
+            elif fill.HasField("pushed"):
+                message = pb.Request(worker=fill.by, step=fill.at, push=fill.pushed)
+                stage.pushed.append(Frame(message, [*arrival.tensors]))
             else:
                 stage.refill.add(json.loads(fill.about), arrival.tensors)
             stage.filled = fill.number
@@ -219,6 +225,12 @@ class Staging:
             stage.shard.set_options(state["options"])
             take_up(stage.job, stage.shard, state, self._clock.now())
             stage.shard.resume_past(state["past"], state["now"])
+            stage.shard.staleness.resume(state["staleness"], state["late"])
+            if stage.shard.server:
+                stage.job.rounds.gate.follow_first()
+            for frame in stage.pushed:
+                push = frame.message
+                stage.job.rounds.pushed[push.worker, push.step] = contribution_of(stage.job, push, frame.tensors)
             for kind, tensor in zip(state[RECORDS], records, strict=True):
                 recall(stage.job, Kind[kind], read_frame(pb.Reply, [tensor.numpy().tobytes()]))
             stage.members = [_member(record) for record in state["members"]]

@@ -113,7 +113,7 @@ class StepRequests:
         if step > gate.delivered(worker):
             if not job.policy.fills_buffers and any(other == worker for other, _ in rounds.pushed):
                 raise ProtocolError(f"worker {worker} pushed before its last round was over", got=f"step {step}")
-            rounds.pushed[worker, step] = _contribution_of(job, request, tensors)
+            rounds.pushed[worker, step] = contribution_of(job, request, tensors)
             gate.note(worker, step, request.push.own_seconds, request.push.now)
             try:
                 effects = gate.push(worker, step, None if request.push.unplaced else request.push.token)
@@ -141,10 +141,19 @@ class StepRequests:
             told=arrival.told,
         )
         job.check_room(waiting)
-        buffers = _buffers_of(request.place)
+        buffers = _buffers_of(request.place.buffers)
         effects = job.rounds.gate.place(worker, step, buffers)
         needed = max((buffer.version + 1 for buffer in buffers if buffer.together), default=0)
         self._park(job, needed, waiting, effects, arrival.outbox)
+
+    def place_all(self, job: Job, told: Sequence[Any], worker: int, outbox: Outbox) -> bool:
+        """Take in which pushes become one update where nobody waits for it, if any are told, and return whether all of
+        these updates are there."""
+        if not told:
+            return True
+        buffers = _buffers_of(told)
+        self.carry_out(job, job.rounds.gate.place(worker, 0, buffers), worker, outbox)
+        return all(buffer.version < job.rounds.gate.version for buffer in buffers if buffer.divisor)
 
     def clip(self, job: Job, arrival: Arrival) -> None:
         """Take in the norms of whole gradients, and answer with the values after what they let be applied."""
@@ -492,10 +501,10 @@ def push_of(step: int) -> str:
     return f"push of step {step}"
 
 
-def _buffers_of(place: Any) -> list[Buffer]:
+def _buffers_of(told: Iterable[Any]) -> list[Buffer]:
     """Return the buffers that a worker tells of."""
     found = []
-    for each in place.buffers:
+    for each in told:
         if not len(each.tokens) == len(each.workers) == len(each.steps):
             raise ProtocolError("a buffer's tokens, workers and steps differ in number", got=len(each.tokens))
         pushes = tuple(zip(each.tokens, each.workers, each.steps, strict=True))
@@ -503,7 +512,7 @@ def _buffers_of(place: Any) -> list[Buffer]:
     return found
 
 
-def _contribution_of(job: Job, request: Any, tensors: Sequence[WireTensor]) -> Contribution:
+def contribution_of(job: Job, request: Any, tensors: Sequence[WireTensor]) -> Contribution:
     """Return what a worker pushed, out of its request. Every size is checked before it becomes part of a round, and
     before memory is taken for gradients that travelled in fewer bits."""
     shard = job.held()
@@ -516,7 +525,7 @@ def _contribution_of(job: Job, request: Any, tensors: Sequence[WireTensor]) -> C
             got=f"{len(present)}",
             todo="If a param group was added, add it on every worker, after the same step.",
         )
-    narrow = Narrow(shard.plan.spec.settings.wire_dtype)
+    narrow = Narrow(None if push.plain else shard.plan.spec.settings.wire_dtype)
     sizes = shard.dense.layout_of(present).sizes
     of_dense = sum(map(narrow.parts, sizes))
     tables = tuple(push.row_tables)
@@ -558,6 +567,8 @@ def _contribution_of(job: Job, request: Any, tensors: Sequence[WireTensor]) -> C
         weights=_weights_of(joined, weighed, next(rest)) if weighed else None,
         now=_time_of(push) if any(table.goes_by_time for table in shard.plan.spec.tables) else None,
         joined=joined,
+        own_s=push.own_seconds,
+        sent_at=push.now,
     )
     shard.check(contribution)
     return contribution

@@ -104,6 +104,9 @@ class Contribution:
     now: float | None = None
     #: ``rows``, if they came as those of several tables
     joined: JoinedRows | None = None
+    #: how long the worker took for the step by itself, and what time it was there, as its push has said
+    own_s: float = -1.0
+    sent_at: float = 0.0
 
 
 @dataclass(frozen=True)

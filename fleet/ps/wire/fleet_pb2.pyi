@@ -159,16 +159,22 @@ class Fetch(_message.Message):
     def __init__(self, number: _Optional[int] = ..., cursor: _Optional[str] = ...) -> None: ...
 
 class Fill(_message.Message):
-    __slots__ = ["about", "attempt", "number", "state"]
+    __slots__ = ["about", "at", "attempt", "by", "number", "pushed", "state"]
     ABOUT_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    AT_FIELD_NUMBER: _ClassVar[int]
+    BY_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
+    PUSHED_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     about: str
+    at: int
     attempt: str
+    by: int
     number: int
+    pushed: Push
     state: str
-    def __init__(self, attempt: _Optional[str] = ..., number: _Optional[int] = ..., about: _Optional[str] = ..., state: _Optional[str] = ...) -> None: ...
+    def __init__(self, attempt: _Optional[str] = ..., number: _Optional[int] = ..., about: _Optional[str] = ..., state: _Optional[str] = ..., pushed: _Optional[_Union[Push, _Mapping]] = ..., by: _Optional[int] = ..., at: _Optional[int] = ...) -> None: ...
 
 class Follow(_message.Message):
     __slots__ = ["server", "servers"]
@@ -201,7 +207,7 @@ class Give(_message.Message):
     def __init__(self, name: _Optional[str] = ..., last: bool = ..., steps: _Optional[int] = ...) -> None: ...
 
 class Halt(_message.Message):
-    __slots__ = ["attempt", "delivered", "endpoints", "round", "version"]
+    __slots__ = ["attempt", "buffers", "delivered", "endpoints", "round", "version"]
     class DeliveredEntry(_message.Message):
         __slots__ = ["key", "value"]
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -210,16 +216,18 @@ class Halt(_message.Message):
         value: int
         def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    BUFFERS_FIELD_NUMBER: _ClassVar[int]
     DELIVERED_FIELD_NUMBER: _ClassVar[int]
     ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     attempt: str
+    buffers: _containers.RepeatedCompositeFieldContainer[Buffer]
     delivered: _containers.ScalarMap[int, int]
     endpoints: _containers.RepeatedScalarFieldContainer[str]
     round: int
     version: int
-    def __init__(self, attempt: _Optional[str] = ..., version: _Optional[int] = ..., round: _Optional[int] = ..., delivered: _Optional[_Mapping[int, int]] = ..., endpoints: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, attempt: _Optional[str] = ..., version: _Optional[int] = ..., round: _Optional[int] = ..., delivered: _Optional[_Mapping[int, int]] = ..., endpoints: _Optional[_Iterable[str]] = ..., buffers: _Optional[_Iterable[_Union[Buffer, _Mapping]]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ["endpoints", "fingerprint", "job_id", "label", "options", "seed", "server", "spec"]
@@ -354,12 +362,13 @@ class Pull(_message.Message):
     def __init__(self, version: _Optional[int] = ..., dense: bool = ..., tables: _Optional[_Iterable[int]] = ..., training: _Optional[_Iterable[bool]] = ..., ahead: bool = ..., counts: _Optional[_Iterable[int]] = ..., since: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Push(_message.Message):
-    __slots__ = ["attempt", "keeping", "now", "options", "own_seconds", "present", "quiet", "read_at", "row_counts", "row_tables", "rows_read_at", "steps", "token", "unplaced", "used_tables"]
+    __slots__ = ["attempt", "keeping", "now", "options", "own_seconds", "plain", "present", "quiet", "read_at", "row_counts", "row_tables", "rows_read_at", "steps", "token", "unplaced", "used_tables"]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     KEEPING_FIELD_NUMBER: _ClassVar[int]
     NOW_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
     OWN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PLAIN_FIELD_NUMBER: _ClassVar[int]
     PRESENT_FIELD_NUMBER: _ClassVar[int]
     QUIET_FIELD_NUMBER: _ClassVar[int]
     READ_AT_FIELD_NUMBER: _ClassVar[int]
@@ -375,6 +384,7 @@ class Push(_message.Message):
     now: float
     options: _containers.RepeatedScalarFieldContainer[str]
     own_seconds: float
+    plain: bool
     present: bytes
     quiet: bool
     read_at: int
@@ -385,7 +395,7 @@ class Push(_message.Message):
     token: int
     unplaced: bool
     used_tables: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, options: _Optional[_Iterable[str]] = ..., present: _Optional[bytes] = ..., row_tables: _Optional[_Iterable[int]] = ..., used_tables: _Optional[_Iterable[int]] = ..., quiet: bool = ..., steps: _Optional[int] = ..., read_at: _Optional[int] = ..., rows_read_at: _Optional[_Iterable[int]] = ..., attempt: _Optional[int] = ..., keeping: _Optional[_Union[Keeping, _Mapping]] = ..., now: _Optional[float] = ..., row_counts: _Optional[_Iterable[int]] = ..., token: _Optional[int] = ..., unplaced: bool = ..., own_seconds: _Optional[float] = ...) -> None: ...
+    def __init__(self, options: _Optional[_Iterable[str]] = ..., present: _Optional[bytes] = ..., row_tables: _Optional[_Iterable[int]] = ..., used_tables: _Optional[_Iterable[int]] = ..., quiet: bool = ..., steps: _Optional[int] = ..., read_at: _Optional[int] = ..., rows_read_at: _Optional[_Iterable[int]] = ..., attempt: _Optional[int] = ..., keeping: _Optional[_Union[Keeping, _Mapping]] = ..., now: _Optional[float] = ..., row_counts: _Optional[_Iterable[int]] = ..., token: _Optional[int] = ..., unplaced: bool = ..., own_seconds: _Optional[float] = ..., plain: bool = ...) -> None: ...
 
 class Rank(_message.Message):
     __slots__ = ["tables"]

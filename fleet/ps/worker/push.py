@@ -354,6 +354,7 @@ class Pusher:
     def move(self, former: Sequence[DenseLayout]) -> None:
         """Go on with other servers, which have other blocks than the ``former`` ones."""
         trained = self._trained
+        self._answered_at = None  # what this took is no part of a step
         self._feedback = self._feedback.moved(trained.description.params, former, trained.layouts)
 
     def grow(self) -> None:
@@ -392,6 +393,10 @@ class Pusher:
             lambda _, connection: Frame(connection.request(step, place=place)), f"place of step {step}", first=1
         )
         return [first, *others]
+
+    def agree_on_norms(self) -> None:
+        """Find the norms with the servers for which updates wait, where a worker that is silent has not."""
+        self._clipped(self._progress.completed, self._connections.ask("norms", clip=pb.Clip()))
 
     def _clipped(self, step: int, replies: list[Frame]) -> list[Frame]:
         """Agree with the servers on the norms by which they clip, as far as all know theirs; return the replies that

@@ -33,10 +33,12 @@ from fleet.numeric.ids import partition
 from fleet.numeric.tensors import WireTensor
 from fleet.plan.plan import make_plan
 from fleet.ps.consistency.movable import ATTEMPT, refuse_unmovable
+from fleet.ps.consistency.staleness import total
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 from fleet.ps.worker.connection import RETRY_PAUSE_S, Connection, inquire_all
 from fleet.ps.worker.lease import once
+from fleet.ps.worker.moved_pushes import Part, dealt
 from fleet.ps.worker.new_servers import Move, refuse_if_moved
 from fleet.ps.worker.runtime import WorkerRuntime
 
@@ -195,6 +197,7 @@ class Copy:
             state, records = self._stand_still()
             for about, tensors in self._exported(_FIRST for _ in self._former):
                 self._fill(about, tensors)
+            self._move_pushes(state)
             self._complete(state, records)
         except BaseException:
             self.give_up()
@@ -260,19 +263,44 @@ class Copy:
         """Let the servers stand still, the first one first, where all have the same pushes; return the state of the
         job, and the records beside it."""
         replies = [self._let_go(connection, 0) for connection in self._former]
-        clocks = [json.loads(reply.message.about)["clocks"] for reply in replies]
+        states = [json.loads(reply.message.about) for reply in replies]
+        clocks = [state["clocks"] for state in states]
         furthest = {worker: max(each.get(worker, 0) for each in clocks) for worker in {*chain(*clocks)}}
+        # Who waits at the first server for the answer to a push may not know that another one lacks it.
+        furthest |= {str(worker): step - 1 for worker, step in states[0]["again"]}
         if any(each != furthest for each in clocks):
             delivered = {int(worker): step for worker, step in furthest.items()}
             replies = [self._let_go(connection, 0, delivered) for connection in self._former]
-        state = json.loads(replies[0].message.about)
-        state["past"] = _joined([json.loads(reply.message.about)["past"] for reply in replies])
+        states = [json.loads(reply.message.about) for reply in replies]
+        if buffers := [_buffer_of(*each) for each in states[0]["buffers"]]:
+            replies[1:] = [self._let_go(connection, 0, buffers=buffers) for connection in self._former[1:]]
+            states[1:] = [json.loads(reply.message.about) for reply in replies[1:]]
+        if any(state["due"] for state in states):
+            self._worker.agree_on_norms()
+            replies = [self._let_go(connection, 0) for connection in self._former]
+            states = [json.loads(reply.message.about) for reply in replies]
+        state = states[0]
+        state["past"] = _joined([each["past"] for each in states])
+        state["staleness"] = total(each["staleness"] for each in states)
         return state, replies[0].tensors
 
-    def _let_go(self, connection: Connection, number: int, delivered: Mapping[int, int] | None = None) -> Frame:
+    def _let_go(
+        self,
+        connection: Connection,
+        number: int,
+        delivered: Mapping[int, int] | None = None,
+        buffers: Sequence[pb.Buffer] = (),
+    ) -> Frame:
         completed = self._worker.progress.completed
         endpoints = [*(str(each.endpoint) for each in self._former), *map(str, self.servers)]
-        halt = pb.Halt(attempt=self._attempt, version=completed, round=number, delivered=delivered, endpoints=endpoints)
+        halt = pb.Halt(
+            attempt=self._attempt,
+            version=completed,
+            round=number,
+            delivered=delivered,
+            endpoints=endpoints,
+            buffers=buffers,
+        )
         frame = Frame(connection.request(completed, halt=halt))
         return self._when_free(connection, partial(connection.call, frame, "a move to other servers"))
 
@@ -328,16 +356,40 @@ class Copy:
         for connection, part in zip(self._new, _parts(about, tensors, len(self._new)), strict=True):
             connection.insist(Frame(connection.request(0, fill=fill), [*part]), f"piece {self._number} of a move")
 
+    def _move_pushes(self, state: Mapping[str, Any]) -> None:
+        """Give the new servers their parts of what waits to become part of an update."""
+        tokens = {(worker, step): token for _, _, pushes, _ in state["buffers"] for token, worker, step in pushes}
+        completed = self._worker.progress.completed
+        for worker, step in state["pushed:"] if tokens else ():
+            parts = []
+            for connection in self._former:
+                export = pb.Export(cursor=f"pushed:{worker}:{step}", version=completed, checkpoint=self._attempt)
+                frame = Frame(connection.request(completed, export=export))
+                reply = connection.call(frame, f"export of the push of step {step} of worker {worker}")
+                parts.append(Part(json.loads(reply.message.about), reply.tensors))
+            self._number += 1
+            former = self._worker.trained.plan
+            pushes = dealt(parts, former, self._plan, tokens[worker, step])
+            for connection, (push, tensors) in zip(self._new, pushes, strict=True):
+                fill = pb.Fill(attempt=self._attempt, number=self._number, pushed=push, by=worker, at=step)
+                connection.insist(Frame(connection.request(0, fill=fill), tensors), "a push that moves")
+
     def _complete(self, state: dict[str, Any], records: Sequence[WireTensor]) -> None:
         self._number += 1
         past = {table: {**each, "evicted": 0, "dropped": 0} for table, each in state["past"].items()}
         # Who has claimed what is the first server's affair alone: nobody tells the others when it is done.
-        beside = {**state, "records": [], "meetings": {}, "past": past, "claims": {"begun": {}, "done": {}}}
+        counted = {"past": past, "staleness": {}, "late": {}, "claims": {"begun": {}, "done": {}}}
+        beside = {**state, "records": [], "meetings": {}, **counted}
         for server, connection in enumerate(self._new):
             told = beside if server else state
             fill = pb.Fill(attempt=self._attempt, number=self._number, state=json.dumps(told))
             frame = Frame(connection.request(0, fill=fill), [] if server else [*records])
             connection.insist(frame, "the end of a move")
+
+
+def _buffer_of(version: int, divisor: int, pushes: Sequence[tuple[int, int, int]], together: bool) -> pb.Buffer:
+    tokens, workers, steps = zip(*pushes, strict=True)
+    return pb.Buffer(version=version, divisor=divisor, tokens=tokens, workers=workers, steps=steps, together=together)
 
 
 def _insist(asked: Sequence[tuple[Connection, Frame]]) -> None:

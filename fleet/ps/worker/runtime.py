@@ -378,6 +378,10 @@ class WorkerRuntime:
             self.trained.forget_whole_tables()
         self._training.go_on()
 
+    def agree_on_norms(self) -> None:
+        """Find the norms for which updates wait on the servers."""
+        self._pusher.agree_on_norms()
+
     # ---------------------------------------------------------------- a step
 
     @property

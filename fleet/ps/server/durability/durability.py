@@ -139,6 +139,10 @@ class Durability:
         if job is not None:
             job.moves.is_noted = True
 
+    def takes_over(self, push: Frame) -> None:
+        """Know a push that has come with a job that moves here, and is not finished."""
+        self._unfinished["push", push.message.worker, push.message.step] = push
+
     def has_moved(self, job: Job) -> None:
         """Take a snapshot soon: what is in the journals led to another job than this one is now."""
         self._moved = job

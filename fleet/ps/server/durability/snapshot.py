@@ -60,8 +60,10 @@ def is_unfinished(job: Job, kind: str, worker: int, number: int) -> bool:
     return (worker, number) in job.rounds.pushed if kind == "push" else job.reductions.is_open(number)
 
 
-def state_of(job: Job, shard: Shard, members: Sequence[MemberRecord], unfinished: Unfinished) -> dict[str, Any]:
-    """Return the state of a job as it was before everything unfinished, which is done over."""
+def state_of(
+    job: Job, shard: Shard, members: Sequence[MemberRecord], unfinished: Unfinished, *, anew: bool = False
+) -> dict[str, Any]:
+    """Return the state of a job as it was before everything unfinished, which is done over, or may come ``anew``."""
     pending: dict[int, int] = {}
     steps = dict(job.progress.steps)
     for (kind, worker, number), frame in unfinished.items():
@@ -87,7 +89,7 @@ def state_of(job: Job, shard: Shard, members: Sequence[MemberRecord], unfinished
         "norms": rounds.norms,
         "agreed": job.rounds.agreed,
         "clocks": clocks,
-        "gate": rounds.gate.memory(clocks),
+        "gate": rounds.gate.memory(clocks, anew=anew),
         "gone": rounds.gate.gone,
         "version": rounds.gate.version,
         "came": job.reductions.dump(),
