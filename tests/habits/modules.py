@@ -782,13 +782,16 @@ def world_of_one() -> None:
 @as_in_torch("`DistributedDataParallel(model)` around it, in a group of one process")
 def _(s: Script) -> None:
     world_of_one()
+    group = torch.distributed.group.WORLD  # to outlive torch's reducer, as in `collective_ranks.py`
     try:
         whole = nn.parallel.DistributedDataParallel(s.model)
         s.optimizer.zero_grad()
         s.loss(whole).backward()
         s.optimizer.step()
+        del whole
     finally:
         torch.distributed.destroy_process_group()
+        del group
 
 
 @refused("`fully_shard(model)` of a model with tables", "FSDP does not support")
