@@ -365,11 +365,14 @@ def test_another_job_at_the_same_servers_is_refused_by_name(change: str, told: s
     with closing(source_of(job)) as source:
         Followed(source).to_the_end()
         job.join(threads)
-        other = Job(trains(steps=400, make=lambda: Other(change)), 1, 2, network=job.network)
+        is_refused = threading.Event()
+        waits = trains(steps=3, make=lambda: Other(change), after=lambda *_: is_refused.wait(PATIENCE_S))
+        other = Job(waits, 1, 2, network=job.network)
         threads = other.start()
         source._over = {}  # as after kill -9, of which nobody is told
         with pytest.raises(PlanMismatchError, match=f"a job with another model.*{told}"):
             until(lambda: source.next(0.2) is not None and False)
+        is_refused.set()
     other.join(threads)
     assert other.errors == {}
 

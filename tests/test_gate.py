@@ -91,11 +91,16 @@ def frozen(value: Any) -> Hashable:
     if kind in ATOMS:
         return value  # type: ignore[no-any-return]
     if kind is dict:
-        return tuple([(key if type(key) in ATOMS else frozen(key), frozen(item)) for key, item in value.items()])
-    if isinstance(value, set | frozenset):
-        return frozenset([frozen(item) for item in value])
+        return tuple(
+            [
+                (key if type(key) in ATOMS else frozen(key), item if type(item) in ATOMS else frozen(item))
+                for key, item in value.items()
+            ]
+        )
+    if kind is set or kind is frozenset:
+        return frozenset([item if type(item) in ATOMS else frozen(item) for item in value])
     if isinstance(value, list | tuple):
-        return tuple([frozen(item) for item in value])
+        return tuple([item if type(item) in ATOMS else frozen(item) for item in value])
     if hasattr(value, "__dict__"):
         return (kind.__name__, frozen(vars(value)))
     hash(value)
@@ -114,7 +119,7 @@ def copied(value: Any) -> Any:
     if kind is tuple and all(type(item) in ATOMS for item in value):
         return value
     if isinstance(value, ClockGate):
-        made = copy.copy(value)
+        made = object.__new__(kind)
         vars(made).update(copied(vars(value)))
         return made
     return copy.deepcopy(value)
@@ -186,9 +191,14 @@ class Explorer:
                     yield Event("repeat", worker, step)
 
     def after(self, before: State, event: Event) -> State:
-        state = copy.copy(before)
-        state.gate = copied(before.gate)
-        state.parked = dict(before.parked)
+        state = State(
+            copied(before.gate),
+            before.workers,
+            dict(before.parked),
+            before.applied,
+            before.repeats_left,
+            before.departures_left,
+        )
         worker, step = event.worker, event.step
         if event.kind == "push":
             told = (before.workers[worker].token,) if self.has_buffers else ()
@@ -222,7 +232,8 @@ class Explorer:
 
     @staticmethod
     def change(state: State, worker: int, **changes: Any) -> None:
-        changed = replace(state.workers[worker], **changes)
+        changed = object.__new__(WorkerState)  # what `replace` makes, in a third of the time
+        vars(changed).update(vars(state.workers[worker]) | changes)
         state.workers = (*state.workers[:worker], changed, *state.workers[worker + 1 :])
 
     # What must hold

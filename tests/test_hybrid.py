@@ -245,7 +245,8 @@ def test_as_on_servers(net: Net, train: Callable[[Any, Net, int], None]) -> None
     def make(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
         own = [each for each in model.parameters() if each.dim() == 1]
         rest = [each for each in model.parameters() if each.dim() != 1]
-        return [torch.optim.Adagrad(rest, 0.1), torch.optim.SGD(own, 0.1, momentum=0.9)]
+        # From 0, the first step of Adagrad would make a whole step of what is left of a gradient of almost nothing.
+        return [torch.optim.Adagrad(rest, 0.1, initial_accumulator_value=0.1), torch.optim.SGD(own, 0.1, momentum=0.9)]
 
     def one(model: torch.nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), 0.1, momentum=0.0)

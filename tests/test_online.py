@@ -19,7 +19,6 @@ from typing import Any
 
 import psutil
 import pytest
-import sklearn.metrics
 import test_processes
 import torch
 from harness import until
@@ -63,6 +62,8 @@ def test_readers_of_a_file_have_each_line_once_as_it_comes(tmp_path: Path) -> No
 
 
 def test_auc_is_that_of_scikit_learn() -> None:
+    import sklearn.metrics  # which takes two seconds, of every process that collects tests
+
     draw = torch.Generator().manual_seed(0)
     score = torch.randint(0, 20, (500,), generator=draw) / 20  # many are the same
     clicked = (torch.rand(500, generator=draw) < score).float()
