@@ -293,6 +293,7 @@ def test_where_nobody_may_write(call: str, place: str, tmp_path: Path, monkeypat
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.EDQUOT])
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.pairs
 def test_one_server_that_cannot_write(
     strategy: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -151,6 +151,7 @@ def test_what_is_not_finite_does_what_it_does_in_torch(servers: int) -> None:
 
 @pytest.mark.parametrize("action", [Action.DROP_REQUEST, Action.DROP_REPLY, Action.DUPLICATE])
 @pytest.mark.parametrize("strategy", [SYNC, GBA], ids=["sync", "gba"])
+@pytest.mark.pairs
 def test_whatever_happens_to_what_servers_are_told(strategy: Strategy, action: Action) -> None:
     network = FaultyNetwork(LoopbackNetwork(), Fault(action, kind="clip", skip=1, times=3))
     body = trains(strategy, "adagrad", lockstep=True)

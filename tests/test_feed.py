@@ -700,6 +700,7 @@ class LossyChannel:
 
 @pytest.mark.parametrize("lost", ["request", "answer"])
 @pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.pairs
 def test_whichever_message_is_lost_a_follower_has_the_model_in_the_end(mode: str, lost: str) -> None:
     """Of all messages that two followers of two servers send until they have it, one by one."""
     is_still, goes_on = threading.Event(), threading.Event()

@@ -103,6 +103,7 @@ class Plain(torch.nn.Module):
 @pytest.mark.parametrize("servers", [1, 3])
 @pytest.mark.parametrize("every", [1, 2, 100])
 @pytest.mark.parametrize("name", ["sgd", "sgd-momentum", "adam", "adamw", "adagrad", "rmsprop"])
+@pytest.mark.pairs
 def test_one_worker_is_plain_torch(name: str, every: int, servers: int) -> None:
     def body(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
         model = make_model()

@@ -575,6 +575,7 @@ def test_the_number_of_servers_makes_no_difference(admit: Admission | None, evic
 
 @pytest.mark.parametrize(("admit", "evict"), RULED)
 @pytest.mark.parametrize("moment", [7, 8, 11, 16])
+@pytest.mark.pairs
 def test_a_snapshot_goes_on_to_the_bit(admit: Admission | None, evict: list[Eviction], moment: int) -> None:
     spec = replace(SPEC, admit=admit, evict=tuple(evict))
     whole = Servers(1, spec)

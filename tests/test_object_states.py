@@ -457,6 +457,7 @@ def every_one(steps: int, workers: int) -> dict[int, dict[str, Any]]:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("who", ["one", "all"])
+@pytest.mark.pairs
 def test_a_save_holds_the_state_of_each_that_makes_it(strategy: str, who: str, tmp_path: Path) -> None:
     def body(job: Fleet, index: int) -> tuple[bool, dict[str, Any]]:
         me = Plain(job, strategy)

@@ -98,6 +98,7 @@ def train(
 
 @pytest.mark.parametrize("every", [1, 2, 3])
 @pytest.mark.parametrize("iterate", [ahead(1), ahead(2), ahead(9), some_ahead], ids=["1", "2", "9", "some"])
+@pytest.mark.pairs
 def test_synchronous_training_is_the_same_to_the_bit(iterate: Batches, every: int) -> None:
     """Also where gradients of several batches are accumulated, so that what was asked for ahead can never come."""
     for got, expected in zip(train(None, iterate, every=every), train(None, plainly, every=every), strict=True):

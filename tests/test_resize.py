@@ -1057,6 +1057,7 @@ def test_what_a_job_takes_along(what: str, move: str, asks: bool) -> None:
 
 @pytest.mark.parametrize("mode", [None, "async"])
 @pytest.mark.parametrize("then", [[[1, 2]], [[2, 3]], [[1, 2], [2, 3, 4]]], ids=["one stays", "all leave", "two moves"])
+@pytest.mark.pairs
 def test_a_worker_that_computes_for_long_while_others_move_lives(then: list[list[int]], mode: str | None) -> None:
     """Longer than servers wait for a worker that is silent; nobody there has heard of it since the job moved."""
     moved, idle = threading.Event(), 2.5 * float(SOON["FLAGS_rpc_deadline"]) / 1000
@@ -1201,6 +1202,7 @@ class Rows(torch.nn.Module):
 
 @pytest.mark.parametrize("what", ["state_dict", "whole", "save", "load", "summary", "prefetch", "evaluate"])
 @pytest.mark.parametrize("mode", [None, "async"])
+@pytest.mark.pairs
 def test_any_call_of_a_worker_goes_over(what: str, mode: str | None, tmp_path: Path) -> None:
     """The first that it makes after the job has moved, of which it has not heard."""
     goes_on = threading.Event()
@@ -1531,6 +1533,7 @@ def moved_durably(
 
 @pytest.mark.parametrize("mode", [None, *ALL_MODES])
 @pytest.mark.parametrize("journal_bytes", [2000, 1 << 30], ids=["snapshots", "no snapshots"])
+@pytest.mark.pairs
 def test_durable_servers_give_their_job_to_others(tmp_path: Path, mode: str | None, journal_bytes: int) -> None:
     moved_durably(tmp_path, lambda *_: None, mode, journal_bytes)
 
@@ -1553,6 +1556,7 @@ def test_durable_servers_that_are_killed_at_any_message_of_a_move(
 
 @pytest.mark.parametrize("mode", [None, "async", "gba"])
 @pytest.mark.parametrize("journal_bytes", [1, 2000, 1 << 30])
+@pytest.mark.pairs
 def test_servers_that_a_job_has_moved_to_keep_it(tmp_path: Path, journal_bytes: int, mode: str | None) -> None:
     """They are killed again and again, with their own list or that which the job had at first."""
     moments = itertools.cycle(MOMENTS)
@@ -1568,6 +1572,7 @@ def test_servers_that_a_job_has_moved_to_keep_it(tmp_path: Path, journal_bytes: 
 
 @pytest.mark.parametrize("is_durable", [False, True])
 @pytest.mark.parametrize("lists", [[[0, 2], [0]], [[0], [0, 2]], [[0, 2], [0, 2, 3]]])
+@pytest.mark.pairs
 def test_a_job_moves_again_and_again(lists: list[list[int]], is_durable: bool, tmp_path: Path) -> None:
     """Whichever worker is the one that moves it."""
 
@@ -1600,6 +1605,7 @@ def test_a_job_moves_again_and_again(lists: list[list[int]], is_durable: bool, t
 
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("kind", ["export", "stage", "fill"])
+@pytest.mark.pairs
 def test_a_durable_server_that_is_killed_beside_a_copy_holds_nothing_up(tmp_path: Path, kind: str, moment: str) -> None:
     """The job trains on meanwhile; the copy begins anew, and it moves."""
 

@@ -216,6 +216,7 @@ SCRIPTS: list[Script] = [
 
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("mode", ["sync", "half-async", "geo"])
+@pytest.mark.pairs
 def test_gradients_are_those_that_the_script_leaves(mode: str, script: Script) -> None:
     (got,) = run_there(script, OPTIMIZERS["sgd-momentum"], EXACT[mode], template=LARGE)
     assert alike(got, run_here(script, OPTIMIZERS["sgd-momentum"], LARGE))
