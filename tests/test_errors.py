@@ -41,6 +41,7 @@ from fleet.ps.wire.grpc_server import GrpcNetwork
 from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.ps.wire.transport import Handler, Listener
 from fleet.ps.wire.wire_errors import raise_if_error
+from fleet.ps.worker.connection import Connections
 from fleet.role_maker import Role, UserDefinedRoleMaker
 from fleet.strategy.parameter_server import StrategyFactory
 from fleet.telemetry.cause import claimed
@@ -269,6 +270,32 @@ def test_a_worker_that_finds_its_job_broken_says_that_it_is_the_cause(mode: str,
     assert cause is not None
     assert cause.process == "worker 0"
     assert cause.why.startswith("ServerLostError: the servers are not at the same step")
+
+
+def test_whoever_asks_while_a_worker_ends_its_job_hears_what_it_has_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread of its own, when servers know already that the job is over and the worker is not through."""
+    heard: list[FleetError] = []
+    farewell = Connections.farewell
+
+    def asking(connections: Connections, **word: object) -> None:
+        farewell(connections, **word)
+        for connection in connections.by_server:
+            with pytest.raises(FleetError) as caught:
+                connection.call(Frame(connection.request(0, pull=pb.Pull())), "a look at values")
+            heard.append(caught.value)
+
+    def body(fleet_: Fleet, index: int) -> None:
+        model, optimizer = join_small(fleet_)
+        train(model, optimizer, range(6))
+        lose_steps(fleet_, 2)
+        monkeypatch.setattr(Connections, "farewell", asking)
+        with pytest.raises(ServerLostError):
+            until(lambda: train(model, optimizer, range(1)))
+        monkeypatch.undo()
+
+    job = Job(body, servers=2)
+    job.join(job.start())
+    assert [type(error) for error in heard] == [ServerLostError] * 2
 
 
 def test_a_job_that_somebody_looks_after_says_less(caplog: pytest.LogCaptureFixture) -> None:

@@ -343,8 +343,10 @@ class Connection:
         try:
             return raise_if_error(reply)
         except FATAL as error:
-            self.reported = True
             self.fail(error)
+            if self.failure is not error:  # what has ended the connection before is why the job is over
+                raise self.reported_failure() from None
+            self.reported = True
             raise
 
     @property
@@ -513,9 +515,9 @@ class Connections:
         """End the job, as this worker has found that it cannot go on: the others must not go on either, and other
         threads of this worker must not wait for servers that end now."""
         self.claim_cause(f"{type(error).__name__}: {error}")  # before anybody hears of it
-        self.farewell(abort=pb.Abort(reason=str(error)))
-        for connection in self.by_server:
+        for connection in self.by_server:  # before servers answer other threads that the job was ended by somebody
             connection.fail(error)
+        self.farewell(abort=pb.Abort(reason=str(error)))
 
     def note_reported(self) -> None:
         """Note that the user knows what ended any of them."""
