@@ -128,6 +128,7 @@ def load(worker: CollectiveWorker, dirname: object, *, strict: bool = True) -> N
             raise
         monitor.ask(lambda store: store.set(key, json.dumps(found)))
     else:
+        object_states.note_load(worker)
         monitor.until(lambda store: store.check([key]) or None)
         found = json.loads(monitor.ask(lambda store: store.get(key)))
         if "failure" in found:

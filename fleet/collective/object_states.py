@@ -7,6 +7,7 @@ that give theirs as long as they can still come to it.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from functools import partial
 
@@ -69,9 +70,25 @@ def bring(worker: CollectiveWorker, checkpoint: Checkpoint) -> dict[str, object]
     for of, _, state in states_in(checkpoint):
         key, tensor = f"brought/{worker.loads}/{of}", WireTensor.of(state)
         monitor.ask(lambda store, key=key, tensor=tensor: put(store, key, {}, tensor))  # type: ignore[misc]
-        monitor.ask(partial(drop, key=f"brought/{worker.loads - 1}/{of}"))
         found.append(of)
+    worker.laid_out[worker.loads] = found
+    all_have_come_to = min(worker.loads, monitor.ask(partial(_slowest_load, size=monitor.size)))
+    for load_ in [each for each in worker.laid_out if each < all_have_come_to]:
+        for of in worker.laid_out.pop(load_):
+            monitor.ask(partial(drop, key=f"brought/{load_}/{of}"))
     return {"of": found, "workers": checkpoint.manifest.spec.settings.worker_num}
+
+
+def note_load(worker: CollectiveWorker) -> None:
+    """Tell worker 0 that this worker has come to its next load, and asks for nothing any more that an earlier one has
+    brought."""
+    monitor, load_ = worker.group.monitor, str(worker.loads)
+    monitor.ask(lambda store: store.set(f"loads/{monitor.rank}", load_))
+
+
+def _slowest_load(store: Store, size: int) -> float:
+    came = [int(store.get(key)) if store.check([key]) else 0 for key in (f"loads/{other}" for other in range(1, size))]
+    return min(came, default=math.inf)
 
 
 def load(worker: CollectiveWorker, state: object) -> bool:

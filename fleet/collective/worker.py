@@ -59,6 +59,8 @@ class CollectiveWorker:
         self.loads = 0
         #: what the checkpoint that was loaded last has of the states of workers' own objects
         self.brought: dict[str, Any] = {"of": [], "workers": 0}
+        #: on worker 0, by the number of a load: whose states lie in the store since then
+        self.laid_out: dict[int, list[int]] = {}
         self.stopped = False
         self.group = group or Group(assignment, settings, clock)
         self.group.exchanging = self.figures.push

@@ -13,11 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from harness import until
 from inside import abort
 from ranks import Check, Rank, serve
 from torch import nn
@@ -29,7 +31,7 @@ import fleet.nn as fleet_nn
 from fleet import Checkpoints
 from fleet.checkpoint.inspection import buffers
 from fleet.checkpoint.manifest import Checkpoint
-from fleet.collective import DGC, DistributedStrategy, GradientMerge, LocalSGD, PowerSGD
+from fleet.collective import DGC, DistributedStrategy, GradientMerge, LocalSGD, PowerSGD, object_states
 from fleet.errors import (
     CheckpointError,
     ConfigurationError,
@@ -1232,6 +1234,44 @@ def states_of_each_rank(me: Rank) -> None:
         if me.rank == 0:
             assert "worker 0 goes on after step 7 without a state" in logs.output[0]
         fleet.stop_worker()
+
+
+@check(2)
+def a_state_lies_there_until_all_have_gone_on(me: Rank) -> None:
+    """Worker 0 is in its next load already when the other one asks what the last one has brought."""
+    fleet = me.fleet()
+    model = network(0)
+    optimizer = fleet.distributed_optimizer(torch.optim.Adam(model.parameters(), lr=0.01), model=model)
+    fleet.init_worker()
+    optimizer.minimize(loss_of(model, me.rank, 0))
+    state = {"rank": me.rank}
+    where, is_ahead = str(me.scratch / "of-both"), me.scratch / "is-ahead"
+    fleet.save_persistables(where, state=state)
+    fleet.barrier_worker()
+    bring = object_states.bring
+
+    brings: list[Any] = []
+
+    def bringing(worker: Any, checkpoint: Any) -> dict[str, object]:
+        found = bring(worker, checkpoint)
+        brings.append(worker)
+        is_ahead.touch()
+        return found
+
+    fleet.load_persistables(where)
+    with mock.patch.object(object_states, "bring", bringing):
+        for _ in range(3):
+            if me.rank == 1:
+                state["rank"] = None
+                until(is_ahead.exists)
+                is_ahead.unlink()
+                assert fleet.load_state(state)
+                assert state["rank"] == 1
+            fleet.load_persistables(where)
+            fleet.barrier_worker()
+    if me.rank == 0:
+        assert len(brings[-1].laid_out) <= 2, "what nobody asks for any more is taken away"
+    fleet.stop_worker()
 
 
 @check(2)
