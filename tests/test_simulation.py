@@ -45,6 +45,14 @@ FOUND = {
         Setting("half_async", 2, 2, 3, durable="interval", journal_bytes=10000),
         (Fault(20, TWICE), Fault(79, POWER, "server0", 0.06)),
     ),
+    # A worker that starts again asks for its place until that is free. It stood still, and then believed an old answer.
+    "a worker that stood still at the door": Scenario(
+        91,
+        Setting("auto", 3, 2, 6, "Adagrad", durable="interval", journal_bytes=2000),
+        (Fault(144, KILL, "worker0", 1.89), Fault(192, PAUSE, "worker0", 3.77)),
+    ),
+    # The gradient of several steps was not made anew for other servers, when a move came between two that had it.
+    "a merged gradient of a job that moves": Scenario(4, Setting("half_async", 2, 1, 6, moves_at=3, moves_to=2)),
 }
 
 

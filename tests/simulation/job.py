@@ -31,7 +31,7 @@ from fleet.strategy.parameter_server import Strategy, StrategyFactory
 from . import scenario as kinds
 from .disk import Disk
 from .network import Message, Wires
-from .scenario import FOLLOWER, Fault, Scenario, Setting
+from .scenario import Fault, Scenario, Setting
 from .scheduler import Process, Scheduler, Thread
 from .threads import installed
 
@@ -196,17 +196,15 @@ class Simulation:
         self._moments = 0
         self._storage = str(folder / "storage")
         self._faults = {fault.moment: fault for fault in reversed(scenario.faults)}
-        self._endpoints = [f"server{index}:1" for index in range(setting.servers)]
-        self.lives = {
-            **{f"server{index}": _Life(self, f"server{index}", self._serve) for index in range(setting.servers)},
-            **{f"worker{index}": _Life(self, f"worker{index}", self._work) for index in range(setting.workers)},
-            **({FOLLOWER: _Life(self, FOLLOWER, self._follow)} if setting.follower else {}),
-        }
+        acts = {"server": self._serve, "worker": self._work, "follower": self._follow}
+        self.lives = {name: _Life(self, name, acts[name.rstrip("0123456789")]) for name in setting.names}
+        self._endpoints = _endpoints(setting.servers)
         self._environ = {
             "FLEET_JOB_ID": "simulated",
             "FLAGS_rpc_deadline": f"{kinds.DEADLINE_S * 1000:.0f}",
             "FLEET_HEARTBEAT_S": f"{kinds.HEARTBEAT_S}",
-            "FLEET_STARTUP_DEADLINE_S": f"{kinds.DEADLINE_S}",
+            # A server to which the job may move waits for that.
+            "FLEET_STARTUP_DEADLINE_S": f"{kinds.DEADLINE_S * (10 if setting.moves_at else 1)}",
             "FLAGS_rpc_retry_times": "1000000",
         }
         if setting.durable:
@@ -222,7 +220,9 @@ class Simulation:
             environ |= {"FLEET_DURABLE_DIR": str(life.disk.folder), "FLEET_DURABLE_SYNC": self.setting.durable}
         life.fleet = Fleet(environ=environ, network=self.wires.of(life.process))
         index = int(life.name[len("worker") :])
-        life.fleet.init(UserDefinedRoleMaker(index, role, self.setting.workers, self._endpoints))
+        comes_later = role is Role.SERVER and index >= self.setting.servers
+        endpoints = _endpoints(self.setting.moves_to) if comes_later else self._endpoints
+        life.fleet.init(UserDefinedRoleMaker(index, role, self.setting.workers, endpoints))
         return life.fleet
 
     def _serve(self, life: _Life) -> None:
@@ -245,6 +245,8 @@ class Simulation:
             told.begins.append((worker, begin, sum(each == worker for each, _ in told.done)))
             saving = self._checkpoints(here)
             for step in range(begin, setting.steps):
+                if worker == 0 and step == setting.moves_at > 0:
+                    self._move(here)
                 optimizer.minimize(model.loss(worker, step))
                 told.done.add((worker, step))
                 _save(saving, "after_step")
@@ -257,6 +259,11 @@ class Simulation:
             if here._chosen is not None:  # as the guard of a script does that ends by an exception
                 here._chosen.abort(repr(error))
             raise
+
+    def _move(self, here: Fleet) -> None:
+        """Move the job, or have it stay where it is if that fails: the next step tells whether it goes on."""
+        with contextlib.suppress(FleetError):
+            here.resize_servers(_endpoints(self.setting.moves_to))
 
     def _await_others(self, here: Fleet) -> None:
         """Wait until all steps are done. In turns, a worker that starts again may have a step left when others are at a
@@ -343,11 +350,12 @@ class Simulation:
             for life in self.lives.values():
                 life.start()
             until = PATIENCE_S
-            while self.scheduler.now < until and not all(life.has_ended for life in self.lives.values()):
+            needed = [life for life in self.lives.values() if not self.scenario.may_be_left(life.name)]
+            while self.scheduler.now < until and not all(life.has_ended for life in needed):
                 self.scheduler.block(until - self.scheduler.now)
-            hang = [life.name for life in self.lives.values() if not life.has_ended]
+            hang = [life.name for life in needed if not life.has_ended]
             lasted_s = self.scheduler.now
-            ended = [life for life in self.lives.values() if life.has_ended]
+            ended = [life for life in needed if life.has_ended]
             errors = {life.name: life.thread.error for life in ended if life.thread.error is not None}
             for life in self.lives.values():
                 self.scheduler.unwind(life.process)
@@ -393,6 +401,10 @@ class Simulation:
             yield
         finally:
             state_directory.JOURNAL_BYTES = before
+
+
+def _endpoints(servers: int) -> list[str]:
+    return [f"server{index}:1" for index in range(servers)]
 
 
 def _save(checkpoints: Checkpoints | None, call: str) -> None:

@@ -28,6 +28,8 @@ LONGEST_S = 6.0
 #: A process that serves a model which follows the job.
 FOLLOWER = "follower0"
 
+#: Modes whose jobs cannot move to other servers.
+CANNOT_MOVE = ("geo", "dc_asgd")
 MODES = ("sync", "async", "half_async", "ssp", "gba", "auto", "geo", "dc_asgd")
 
 
@@ -65,10 +67,13 @@ class Setting:
     checkpoint_every: int = 0
     #: a model that is served follows the job
     follower: bool = False
+    #: before which step worker 0 moves the job to the first so many servers; never if 0
+    moves_at: int = 0
+    moves_to: int = 0
 
     @property
     def names(self) -> list[str]:
-        names = [f"server{index}" for index in range(self.servers)]
+        names = [f"server{index}" for index in range(max(self.servers, self.moves_to))]
         names += [f"worker{index}" for index in range(self.workers)]
         return [*names, FOLLOWER] if self.follower else names
 
@@ -92,6 +97,13 @@ class Scenario:
         loses_state = POWER in kinds and self.setting.durable != "always"
         return bool(kinds & {BIT, FULL, LIES}) or loses_state or (is_mortal and self._kills_a_server)
 
+    def may_be_left(self, name: str) -> bool:
+        """Say whether a process may be there when the job is over, and nobody needs it: a server to which the job never
+        moved, or from which it went."""
+        setting = self.setting
+        index = int(name[len("server") :]) if name.startswith("server") else 0
+        return bool(setting.moves_at) and index >= min(setting.servers, setting.moves_to)
+
     @property
     def _kills_a_server(self) -> bool:
         return any(fault.kind in (KILL, POWER) and fault.whom.startswith("server") for fault in self.faults)
@@ -113,6 +125,9 @@ def drawn(seed: int, *, share: float = 0.05) -> Scenario:
         checkpoint_every=draw.choice((0, 0, 0, 2, 5)),
         follower=draw.random() < 0.2,
     )
+    if mode not in CANNOT_MOVE and draw.random() < 0.3:
+        moves_at, moves_to = draw.randint(1, setting.steps - 1), draw.randint(1, 3)
+        setting = replace(setting, moves_at=moves_at, moves_to=moves_to)
     return Scenario(seed, setting, draw_faults(setting, draw, share), draw.choice((0.0, 0.01, 0.1)))
 
 
@@ -127,7 +142,7 @@ def draw_faults(setting: Setting, draw: random.Random, share: float) -> tuple[Fa
     for _ in range(draw.choice((0, 0, 1, 1, 2, 3, 4))):
         kind, whom = draw.choice(kinds), draw.choice(setting.names)
         if kind in (POWER, BIT, FULL, LIES):
-            whom = f"server{draw.randrange(setting.servers)}"
+            whom = f"server{draw.randrange(max(setting.servers, setting.moves_to))}"
         if not setting.durable and whom.startswith("server") and kind == KILL and draw.random() < 0.8:
             continue  # that ends the job, which is not what most of these are to try
         faults.append(Fault(draw.randrange(moments), kind, whom, round(draw.uniform(0.0, LONGEST_S), 2)))

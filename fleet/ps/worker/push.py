@@ -97,16 +97,17 @@ class Gradients:
     state: np.ndarray[Any, Any] | None = None  #: of the worker's own objects, to be kept with the last of the steps
     #: how much the look-ups of each id in ``rows`` count, for tables whose rules ask for it
     weights: Mapping[int, Array] = field(default_factory=dict)
-    #: the flat gradient of every parameter, those included that have left ahead
-    whole: Sequence[torch.Tensor | None] = ()
+    #: the flat gradient of every parameter, those included that have left ahead; None where none has
+    whole: Sequence[torch.Tensor | None] | None = None
 
     @torch.no_grad()  # .grad may have a graph of its own
     def copied(self) -> Gradients:
         """Return the same gradients, independent of a parameter's .grad from now on; nobody else has those of rows."""
-        dense = [None if grad is None else grad.clone() for grad in self.dense]
-        is_all = self.whole is self.dense
-        whole = dense if is_all else [None if grad is None else grad.clone() for grad in self.whole]
-        return replace(self, dense=dense, whole=whole)
+        return replace(self, dense=_cloned(self.dense), whole=None if self.whole is None else _cloned(self.whole))
+
+
+def _cloned(grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    return [None if grad is None else grad.clone() for grad in grads]
 
 
 @dataclass(frozen=True)
@@ -436,7 +437,8 @@ class Pusher:
         if gradients is None or push.plan is self._trained.plan:
             return push
         read = gradients.read.moved(len(self._connections.by_server))
-        whole = replace(gradients, dense=gradients.whole, ahead=0, read=read)
+        dense = gradients.dense if gradients.whole is None else gradients.whole
+        whole = replace(gradients, dense=dense, whole=None, ahead=0, read=read)
         frames, arrived = self.encode(whole)
         frames[0].message.push.keeping.CopyFrom(push.frames[0].message.push.keeping)
 

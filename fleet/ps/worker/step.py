@@ -60,10 +60,10 @@ class UserGradients:
         """Take a step: return what it leaves behind, except what has left ``early``."""
         description = self._trained.description
         options = description.options()
-        whole = dense = self.dense()
-        attempt = 0
+        dense, whole, attempt = self.dense(), None, 0
         if early is not None:
             attempt, sent = early.sent([param.grad for param in description.params])
+            whole = dense
             dense = [None if index in sent else grad for index, grad in enumerate(dense)]
         # When the values were read that the gradients were computed on; rows are read anew in the next step.
         rows, read = self.rows(), Clocks(self._values.read_at, self._table_rows.take_clocks())
