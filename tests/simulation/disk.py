@@ -19,8 +19,8 @@ _PAGE_BYTES = 4096
 
 
 class Disk:
-    def __init__(self, folder: Path, seed: str, on_moment: Callable[[], object]) -> None:
-        """``on_moment`` is called before anything is written."""
+    def __init__(self, folder: Path, seed: str, on_moment: Callable[[], object], sync_s: float = 0.0) -> None:
+        """``on_moment`` is called before anything is written; a sync takes at most ``sync_s``."""
         self.folder = folder
         self.on_moment = on_moment
         folder.mkdir(parents=True)
@@ -28,6 +28,8 @@ class Disk:
         #: it says that it has written what it has not
         self.lies = False
         self._draw = random.Random(f"disk {seed}")
+        self._draw_time = random.Random(f"time of disk {seed}")
+        self._sync_s = sync_s
         #: of each file, by its number: how much of it is on the disk
         self._synced: dict[int, int] = {}
         #: names that are on the disk, by the number of their folder
@@ -47,13 +49,17 @@ class Disk:
         if self.is_full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def sync(self, descriptor: int) -> None:
+    def sync(self, descriptor: int, sleep: Callable[[float], object]) -> None:
+        """Put on the disk what is there by now; what comes meanwhile may be lost."""
+        status = os.fstat(descriptor)
+        is_folder = os.path.isdir(f"/proc/self/fd/{descriptor}")
+        names = os.listdir(descriptor) if is_folder else []
+        if self._sync_s:
+            sleep(self._draw_time.uniform(0.0, self._sync_s))
         if self.lies:
             return
-        status = os.fstat(descriptor)
-        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
-            for name in os.listdir(descriptor):
-                self._names.add((status.st_ino, name))
+        if is_folder:
+            self._names.update((status.st_ino, name) for name in names)
         else:
             self._synced[status.st_ino] = status.st_size
 
@@ -127,7 +133,9 @@ class Disk:
             path.write_bytes(data)
 
 
-def stands_for_os(disk_of: Callable[[], Disk | None], check: Callable[[], Any]) -> dict[str, Any]:
+def stands_for_os(
+    disk_of: Callable[[], Disk | None], check: Callable[[], Any], sleep: Callable[[float], object]
+) -> dict[str, Any]:
     """Return what ``os`` does otherwise in a simulated process."""
 
     def checked(act: Callable[..., Any], *, takes_room: bool) -> Callable[..., Any]:
@@ -159,7 +167,7 @@ def stands_for_os(disk_of: Callable[[], Disk | None], check: Callable[[], Any]) 
         check()
         disk = disk_of()
         if disk is not None:
-            disk.sync(descriptor)
+            disk.sync(descriptor, sleep)
 
     writes = ("write", "writev", "pwrite", "pwritev")
     changes = ("rename", "replace", "unlink", "remove", "rmdir", "ftruncate", "truncate", "mkdir", "makedirs", "link")

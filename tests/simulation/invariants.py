@@ -11,12 +11,19 @@ import torch
 from fleet.errors import FleetError
 
 from .job import Outcome, noted, run
-from .scenario import Scenario, Setting
+from .network import PROBED_AFTER_S
+from .scenario import DEADLINE_S, POWER, Scenario, Setting
 
 #: In these every worker's every step has its effect whatever the others do.
 _IN_STEP = ("sync",)
 #: In these a step is over when the servers have it.
 _WAITS = ("sync", "ssp", "gba", "auto")
+#: In these no worker is more steps ahead of another.
+_BOUNDS = {"sync": 0, "ssp": 2}
+#: After what has befallen it a job is soon over; it takes far longer if anybody waits until a deadline.
+_IN_TIME_S = DEADLINE_S / 2
+#: So long after a machine has stopped its peers may find that connections are open at one end only.
+_FOUND_AFTER_S = {POWER: PROBED_AFTER_S}
 #: In these a gradient may come too late, and is dropped.
 _DROPS = ("gba", "auto")
 
@@ -46,6 +53,13 @@ def _always(outcome: Outcome) -> Iterator[str]:
     for worker, begin, done in outcome.told.begins:
         if begin < done and setting.mode in _WAITS and not outcome.scenario.may_fail:
             yield f"worker {worker} began at step {begin} although it had heard that {done} were done"
+    over_s = max((at + fault.for_s + _FOUND_AFTER_S.get(fault.kind, 0.0) for at, fault in outcome.struck), default=0.0)
+    if not outcome.scenario.may_fail and not outcome.hang and outcome.lasted_s > over_s + _IN_TIME_S:
+        yield f"it has lasted for {outcome.lasted_s:.0f} s, and what befell it was over after {over_s:.0f} s"
+    for worker, done, slowest in outcome.told.went_on:
+        bound = _BOUNDS.get(setting.mode)
+        if bound is not None and done - slowest > bound and not outcome.scenario.may_fail:
+            yield f"worker {worker} went on after {done} steps, and another one had begun {slowest}"
 
 
 def _ends_well(outcome: Outcome) -> Iterator[str]:

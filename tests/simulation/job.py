@@ -95,6 +95,10 @@ class Told:
     done: set[tuple[int, int]] = field(default_factory=set)
     #: workers that have no step left
     through: set[int] = field(default_factory=set)
+    #: steps that a worker has begun
+    begun: set[tuple[int, int]] = field(default_factory=set)
+    #: when a worker has gone on after a step: (worker, steps done, steps that the slowest one has begun)
+    went_on: list[tuple[int, int, int]] = field(default_factory=list)
     #: what each worker has in the end
     ends: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
     #: where a life of a worker began, and how far the same worker had come by then: (worker, step, steps done)
@@ -105,6 +109,11 @@ class Told:
     saved: list[tuple[int, torch.Tensor, torch.Tensor]] = field(default_factory=list)
     #: what is wrong with checkpoints that are there
     damaged: list[str] = field(default_factory=list)
+
+    def slowest(self, workers: int) -> int:
+        """Return how many steps the slowest worker has begun."""
+        begun = Counter(worker for worker, _ in self.begun)
+        return min(begun[worker] for worker in range(workers))
 
 
 @dataclass
@@ -210,7 +219,7 @@ class Simulation:
         if setting.durable:
             for life in self.lives.values():
                 if life.name.startswith("server"):
-                    life.disk = Disk(folder / life.name, f"{scenario.seed} {life.name}", self._moment)
+                    life.disk = Disk(folder / life.name, f"{scenario.seed} {life.name}", self._moment, setting.sync_s)
 
     # ---------------------------------------------------------------- what its processes do
 
@@ -247,8 +256,10 @@ class Simulation:
             for step in range(begin, setting.steps):
                 if worker == 0 and step == setting.moves_at > 0:
                     self._move(here)
+                told.begun.add((worker, step))
                 optimizer.minimize(model.loss(worker, step))
                 told.done.add((worker, step))
+                told.went_on.append((worker, step + 1, told.slowest(setting.workers)))
                 _save(saving, "after_step")
                 self.scheduler.block(self.wires.draw.uniform(*_THINKS_S))
             _save(saving, "close")

@@ -26,7 +26,7 @@ from .threads import Condition, Future, Lock, ThreadOfFleet
 #: A connection that has carried nothing for so long is given up by the system below it.
 _BREAKS_AFTER_S = 30.0
 #: So long after its peer's machine has stopped a connection is found to be open at one end only.
-_PROBED_AFTER_S = 45.0
+PROBED_AFTER_S = 45.0
 #: Threads that a server has for requests.
 _MOST_THREADS = 8
 
@@ -89,7 +89,7 @@ class Wires:
         for listener in [each for each in self._listeners.values() if each.process is process]:
             self.remove(listener.endpoint, listener)
             if silently:  # until it is asked whether it is still there
-                self._scheduler.at(_PROBED_AFTER_S, partial(listener.breaks, "nobody is there any more"))
+                self._scheduler.at(PROBED_AFTER_S, partial(listener.breaks, "nobody is there any more"))
             else:
                 listener.breaks("the connection was reset")
 

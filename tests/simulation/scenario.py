@@ -63,6 +63,8 @@ class Setting:
     durable: str = ""
     #: a snapshot is due when a journal has so many bytes
     journal_bytes: int = 256 << 20
+    #: the longest that a disk takes to put on it what is synced
+    sync_s: float = 0.0
     #: steps between two checkpoints, of which the second of two is a delta; none if 0
     checkpoint_every: int = 0
     #: a model that is served follows the job
@@ -124,6 +126,7 @@ def drawn(seed: int, *, share: float = 0.05) -> Scenario:
         journal_bytes=draw.choice((256 << 20, 2000, 10000)) if durable else 256 << 20,
         checkpoint_every=draw.choice((0, 0, 0, 2, 5)),
         follower=draw.random() < 0.2,
+        sync_s=random.Random(f"disk {seed}").choice((0.0, 0.01, 0.1)) if durable else 0.0,
     )
     if mode not in CANNOT_MOVE and draw.random() < 0.3:
         moves_at, moves_to = draw.randint(1, setting.steps - 1), draw.randint(1, 3)

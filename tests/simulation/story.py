@@ -55,6 +55,8 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
         yield replace(scenario, preemption=0.0)
     if setting.moves_at:
         yield replace(scenario, setting=replace(setting, moves_at=0, moves_to=0))
+    if setting.sync_s:
+        yield replace(scenario, setting=replace(setting, sync_s=0.0))
     if setting.checkpoint_every:
         yield replace(scenario, setting=replace(setting, checkpoint_every=0))
     if setting.follower and FOLLOWER not in {fault.whom for fault in scenario.faults}:

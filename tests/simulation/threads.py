@@ -391,7 +391,7 @@ _STANDS_FOR_TIME = _Stands(
     sleep=_sleep,
 )
 
-_STANDS_FOR_OS = _Stands(os, **stands_for_os(lambda: scheduler().current.process.disk, lambda: scheduler().check()))
+_STANDS_FOR_OS = _Stands(os, **stands_for_os(lambda: scheduler().current.process.disk, lambda: scheduler().check(), _sleep))
 
 
 def _drawn_secrets(seed: int) -> _Stands:
@@ -409,7 +409,7 @@ def _drawn_secrets(seed: int) -> _Stands:
     )
 
 
-def _import_all() -> list[ModuleType]:
+def import_all() -> list[ModuleType]:
     """Import every module that a simulated process may need, so that none comes later with the real thing."""
     left_out = ("fleet.ray", "fleet.lightning", "fleet.__main__", "fleet.launch", "fleet.collective", "fleet.bootstrap")
     for each in pkgutil.walk_packages(fleet.__path__, "fleet."):
@@ -437,7 +437,7 @@ def installed(running: Scheduler, seed: int) -> Iterator[None]:
         id(futures.wait): wait,
     }
     if not _places:
-        for names in map(vars, _import_all()):
+        for names in map(vars, import_all()):
             there = [(name, value) for name, value in names.items() if id(value) in stands or isinstance(value, _LOCKS)]
             _places.extend((names, name, value) for name, value in there)
     _running.append(running)
