@@ -8,6 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from . import on_purpose
 from .exploration import begin, explore
 from .invariants import broken, undisturbed_runs
 from .job import run
@@ -39,11 +40,15 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes side by side")
     parser.add_argument("--seed", type=int, help="tell the story of this one")
     parser.add_argument("--whole", action="store_true", help="tell it as it was, and not as short as it can be")
+    parser.add_argument("--on-purpose", action="store_true", help="say after how many seeds each known fault is found")
+    parser.add_argument("--most", type=int, default=10000, help="so many seeds are tried for each of these")
     parser.add_argument("--heartbeats", action="store_true", help="tell of these too")
     options = parser.parse_args()
     if options.seed is not None:
         begin()
         return tell(drawn(options.seed), shorter=not options.whole, heartbeats=options.heartbeats)
+    if options.on_purpose:
+        return on_purpose.tell_all(options.most, options.jobs)
     total = explore(options.first, options.minutes, options.jobs)
     for seed, wrong in sorted(total.wrong.items()):
         print(f"seed {seed}: {'; '.join(wrong[:3])}")

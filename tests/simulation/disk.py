@@ -101,6 +101,7 @@ class Disk:
         for folder, folders, files in os.walk(self.folder):
             number = os.stat(folder).st_ino
             there = kept / Path(folder).relative_to(self.folder)
+            folders.sort()  # the order in which they are visited, and what is drawn
             for name in sorted(files):
                 status = os.stat(os.path.join(folder, name))
                 synced = min(self._synced.get(status.st_ino, 0), status.st_size)

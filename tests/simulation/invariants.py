@@ -54,7 +54,10 @@ def _always(outcome: Outcome) -> Iterator[str]:
         if begin < done and setting.mode in _WAITS and not outcome.scenario.may_fail:
             yield f"worker {worker} began at step {begin} although it had heard that {done} were done"
     over_s = max((at + fault.for_s + _FOUND_AFTER_S.get(fault.kind, 0.0) for at, fault in outcome.struck), default=0.0)
-    if not outcome.scenario.may_fail and not outcome.hang and outcome.lasted_s > over_s + _IN_TIME_S:
+    is_late = (
+        outcome.lasted_s > over_s + _IN_TIME_S and not setting.follower
+    )  # which waits for servers, if it starts late
+    if is_late and not outcome.scenario.may_fail and not outcome.hang:
         yield f"it has lasted for {outcome.lasted_s:.0f} s, and what befell it was over after {over_s:.0f} s"
     for worker, done, slowest in outcome.told.went_on:
         bound = _BOUNDS.get(setting.mode)

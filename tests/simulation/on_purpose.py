@@ -6,10 +6,12 @@ things in the wrong order. While its context is entered the product has it. A jo
 
 from __future__ import annotations
 
+import multiprocessing
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from fleet.ps.worker.communicator import Communicator
 from fleet.ps.worker.connection import PendingRequest
 from fleet.ps.worker.progress import Progress
 
+from .exploration import begin
 from .invariants import broken, undisturbed_runs
 from .job import Outcome, run
 from .scenario import Scenario, Setting, drawn
@@ -366,6 +369,10 @@ def _() -> Iterator[None]:
 # ---------------------------------------------------------------- whether it is found
 
 
+#: So much of what is said of a run is printed.
+_MOST_SAID = 100
+
+
 @dataclass(frozen=True)
 class Found:
     """Says after how many seeds a fault was found, and what was said of that run; of one that was not, how many there
@@ -376,7 +383,8 @@ class Found:
     said: str
 
     def __str__(self) -> str:
-        return f"{self.seeds:>6}  {self.name:<80}  {self.said or 'NOT FOUND'}"
+        number, said = (str(self.seeds), self.said) if self.said else (f"> {self.seeds}", "nothing")
+        return f"{number:>6}  {self.name}: {said if len(said) <= _MOST_SAID else said[:_MOST_SAID] + ' …'}"
 
 
 def seeds_until_found(name: str, most: int) -> Found:
@@ -400,3 +408,14 @@ def said_with(name: str, scenario: Scenario, folder: Path, undisturbed: Callable
         except Exception as error:
             return [f"the run failed: {error!r}"]
     return broken(outcome, undisturbed)
+
+
+def tell_all(most: int, jobs: int) -> int:
+    """Print after how many seeds each fault is found; return how many are not."""
+    lost = 0
+    print(f"{'seeds':>6}  fault, and what is said of the run")
+    with multiprocessing.get_context("spawn").Pool(jobs, initializer=begin) as pool:
+        for found in pool.imap(partial(seeds_until_found, most=most), FAULTS):
+            print(found, flush=True)
+            lost += not found.said
+    return lost

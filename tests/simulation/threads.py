@@ -391,7 +391,9 @@ _STANDS_FOR_TIME = _Stands(
     sleep=_sleep,
 )
 
-_STANDS_FOR_OS = _Stands(os, **stands_for_os(lambda: scheduler().current.process.disk, lambda: scheduler().check(), _sleep))
+_STANDS_FOR_OS = _Stands(
+    os, **stands_for_os(lambda: scheduler().current.process.disk, lambda: scheduler().check(), _sleep)
+)
 
 
 def _drawn_secrets(seed: int) -> _Stands:
