@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from simulation import on_purpose
 from simulation.invariants import broken, undisturbed_runs
 from simulation.job import Outcome, run
 from simulation.scenario import CUT, KILL, LOST, PAUSE, POWER, TWICE, UNANSWERED, Fault, Scenario, Setting, drawn
@@ -53,6 +54,10 @@ FOUND = {
     ),
     # The gradient of several steps was not made anew for other servers, when a move came between two that had it.
     "a merged gradient of a job that moves": Scenario(4, Setting("half_async", 2, 1, 6, moves_at=3, moves_to=2)),
+    # A server had kept one worker's push of a round that was over, and not the other's: the next one was called wrong.
+    "a push of a round that is over was not kept": Scenario(
+        63, Setting("sync", 2, 1, 4, durable="os"), (Fault(67, POWER, "server0", 0.06),)
+    ),
 }
 
 
@@ -106,6 +111,97 @@ def test_faults_come_to_pass(kind: str, tmp_path: Path, undisturbed: Undisturbed
         assert any(message.fate == kind for message in outcome.messages)
     else:
         assert outcome.lasted_s > 1.0
+
+
+# ---------------------------------------------------------------- that it would find what is put in on purpose
+
+
+ON_PURPOSE = {
+    "a push is not written into the journal": Scenario(
+        0, Setting(workers=2, servers=1, steps=1, durable="always"), (Fault(37, KILL, "server0", 0.06),)
+    ),
+    "a goodbye is not written into the journal": Scenario(
+        102, Setting(servers=1, steps=8, durable="always"), (Fault(227, KILL, "server0", 0.1),)
+    ),
+    "the name of a server's folder is not on the disk": FOUND["a folder that is not on the disk"],
+    "the torn end of a journal is not cut off": Scenario(
+        6,
+        Setting(workers=2, servers=1, steps=6, durable="always", sync_s=0.1),
+        (Fault(12, POWER, "server0", 0.06), Fault(114, KILL, "server0", 0.1)),
+    ),
+    "a snapshot lacks its last piece": Scenario(
+        5,
+        Setting(workers=1, servers=1, steps=1, durable="always", journal_bytes=2000),
+        (Fault(25, KILL, "server0", 0.1),),
+    ),
+    "pushes that no update has yet are not carried into a new journal": Scenario(
+        0,
+        Setting(mode="gba", workers=2, servers=1, steps=4, durable="always", journal_bytes=2000),
+        (Fault(78, KILL, "server0", 0.25),),
+    ),
+    "only worker 0 is told that a server has lost the initial values": FOUND["initial values that were not kept"],
+    "a journal is synced with its lock and the server's taken in the other order": Scenario(
+        115,
+        Setting(mode="async", workers=2, servers=1, steps=4, durable="always", journal_bytes=2000, sync_s=0.01),
+        (Fault(10, PAUSE, "server0", 5.0),),
+        preemption=0.1,
+    ),
+    "gradients are added in the order in which they come": Scenario(0, Setting(servers=1, steps=1), ()),
+    "a worker may be a step further ahead than its bound": Scenario(
+        2, Setting(mode="ssp", workers=2, servers=1, steps=5), (Fault(34, PAUSE, "worker1", 1.25),)
+    ),
+    "a worker that starts again asks the first server alone how far it is": Scenario(
+        9, Setting(mode="ssp", workers=1, servers=2, steps=2), (Fault(28, KILL, "worker0", 1.25),)
+    ),
+    "answers leave before the journal is on the disk": Scenario(
+        1, Setting(mode="async", workers=1, servers=1, steps=1, durable="always"), (Fault(25, POWER, "server0", 0.07),)
+    ),
+    "the last record of a journal stays in the process's memory": Scenario(
+        1, Setting(mode="async", workers=1, servers=1, steps=8, durable="os"), (Fault(67, KILL, "server0", 0.07),)
+    ),
+    "older journals are removed when a snapshot begins": Scenario(
+        1,
+        Setting(workers=1, servers=1, steps=7, durable="always", journal_bytes=2000, sync_s=0.1),
+        (Fault(67, KILL, "server0", 0.1),),
+    ),
+    "a snapshot has rows as they became while it was written": Scenario(
+        51,
+        Setting(mode="async", workers=2, servers=1, steps=4, durable="os", journal_bytes=2000, sync_s=0.01),
+        (Fault(9, KILL, "server0", 0.1), Fault(102, KILL, "server0", 0.1)),
+        preemption=0.1,
+    ),
+    "a snapshot forgets how many steps the optimizer of a table has taken": Scenario(
+        2,
+        Setting(workers=1, servers=1, steps=6, optimizer="Adam", durable="always", journal_bytes=2000),
+        (Fault(55, KILL, "server0", 0.1),),
+    ),
+    "a server that goes on takes the next push for one that it has acknowledged": Scenario(
+        0, Setting(mode="async", workers=1, servers=1, steps=1, durable="always"), (Fault(8, KILL, "server0", 0.06),)
+    ),
+    "a repeated push is applied again": Scenario(
+        13, Setting(mode="async", workers=1, servers=1, steps=5), (Fault(39, TWICE),)
+    ),
+    "a round closes without a worker that starts again": Scenario(
+        0, Setting(workers=2, servers=1, steps=2), (Fault(27, KILL, "worker1", 0.06),)
+    ),
+    "a step that is taken once more is taken with the newest values": Scenario(
+        7, Setting(workers=2, servers=2, steps=6), (Fault(63, KILL, "worker0", 0.1), Fault(163, KILL, "worker0", 0.62))
+    ),
+    "a worker is given up on after three heartbeats": Scenario(
+        2, Setting(workers=1, servers=1, steps=7), (Fault(60, PAUSE, "worker0", 5.0),)
+    ),
+    "a request whose line broke is not repeated": Scenario(
+        0, Setting(workers=1, servers=1, steps=5), (Fault(47, LOST),)
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", on_purpose.FAULTS)
+def test_a_fault_that_is_put_in_on_purpose_is_found(fault: str, tmp_path: Path, undisturbed: Undisturbed) -> None:
+    """With it something is wrong, and without it nothing is."""
+    scenario = ON_PURPOSE[fault]
+    assert not on_purpose.said_with("", scenario, tmp_path / "job", undisturbed)
+    assert on_purpose.said_with(fault, scenario, tmp_path / "job", undisturbed)
 
 
 # ---------------------------------------------------------------- that it would see what is wrong

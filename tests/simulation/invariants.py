@@ -83,7 +83,8 @@ def _when_it_ends_well(outcome: Outcome, undisturbed: Callable[[Setting], Outcom
     first = ends[0]
     for worker, end in ends.items():
         for name, value in end.items():
-            if not torch.equal(value, first[name]):
+            # A server that has lost state may have done so after one of them had read it.
+            if not torch.equal(value, first[name]) and not outcome.scenario.may_fail:
                 yield f"workers 0 and {worker} end with other values of {name}"
     if setting.mode in _IN_STEP and not outcome.scenario.may_fail:
         for name, value in undisturbed(setting).told.ends[0].items():

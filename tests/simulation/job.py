@@ -203,6 +203,7 @@ class Simulation:
         self.kills: Counter[str] = Counter()
         self.struck: list[tuple[float, Fault]] = []
         self._moments = 0
+        self._is_ending = False
         self._storage = str(folder / "storage")
         self._faults = {fault.moment: fault for fault in reversed(scenario.faults)}
         acts = {"server": self._serve, "worker": self._work, "follower": self._follow}
@@ -318,8 +319,11 @@ class Simulation:
 
     def _moment(self, what: str = "") -> str:
         """Let happen what is due at this moment; return what becomes of the message, if it is one. A goodbye is spared:
-        the last of them ends its server, and a worker that does not hear that waits until its deadline."""
+        the last of them ends its server, and a worker that does not hear that waits until its deadline. So is all
+        that comes after the last worker's first one."""
         if what.startswith("bye"):
+            self._is_ending = len(self.told.ends) == self.setting.workers
+        if self._is_ending or what.startswith("bye"):
             return ""
         self._moments += 1
         fault = self._faults.pop(self._moments, None)

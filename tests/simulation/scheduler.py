@@ -181,7 +181,7 @@ class Scheduler:
         return not is_late
 
     def wake(self, thread: Thread) -> None:
-        if thread.is_blocked:
+        if thread.is_blocked and not thread.process.is_dead:  # whose threads unwind, and have no more turns
             thread.is_blocked = False
             self._ready.append(thread)
 

@@ -212,6 +212,8 @@ class Durability:
             effects = gate.make_up(worker, known)
         elif kept < known:
             raise self._lost(job, worker, f"step {known}", f"step {kept}", outbox)
+        if kind == "push" and job.policy.shares_steps and gate.version < known:  # what others had pushed is not kept
+            raise self._lost(job, worker, f"update {known}", f"update {gate.version}", outbox)
         if kind == "gather" and request.gather.number - 1 > job.reductions.reached(worker):
             met, kept = request.gather.number - 1, job.reductions.reached(worker)
             raise self._lost(job, worker, f"gathering {met}", f"gathering {kept}", outbox)
