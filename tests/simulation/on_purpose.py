@@ -81,18 +81,6 @@ def _() -> Iterator[None]:
         yield
 
 
-@fault("the place of a push is not written into the journal")
-def _() -> Iterator[None]:
-    with kept_except("place"):
-        yield
-
-
-@fault("a goodbye is not written into the journal")
-def _() -> Iterator[None]:
-    with kept_except("bye"):
-        yield
-
-
 @fault("answers leave before the journal is on the disk")
 def _() -> Iterator[None]:
     with put(StateDirectory, "secure", lambda self, *, surely=False: None):

@@ -217,7 +217,7 @@ class Durability:
         if kind == "gather" and request.gather.number - 1 > job.reductions.reached(worker):
             met, kept = request.gather.number - 1, job.reductions.reached(worker)
             raise self._lost(job, worker, f"gathering {met}", f"gathering {kept}", outbox)
-        if (kind == "push" or (kind == "pull" and worker == 0)) and _waits_for_first(job, kind, request):
+        if (kind in ("push", "export") or (kind == "pull" and worker == 0)) and _waits_for_first(job, kind, request):
             raise self._lost(job, worker, "initial values", "none", outbox)
         return effects
 
