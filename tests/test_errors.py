@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from faults import Action, Fault, FaultyNetwork
 from harness import PATIENT, SOON, Job, run_job, until
 from inside import connections, description_of, flush, lose_steps
 from small_job import join as join_small
@@ -181,6 +182,22 @@ def test_no_worker_ever_comes(caplog: pytest.LogCaptureFixture) -> None:
     assert "no worker said hello" in str(job.errors["server 0"])
     assert "server 0 listens at server0:1" in caplog.messages
     assert any(message.startswith("server0:1: waiting for worker 0, ") for message in caplog.messages)
+
+
+def test_the_answer_to_the_last_goodbye_gets_lost() -> None:
+    """Its server has ended then, which a worker cannot tell from one that was lost: it is told so at the deadline."""
+
+    def body(fleet_: Fleet, index: int) -> list[torch.Tensor]:
+        optimizer = join(fleet_)
+        step(optimizer)
+        return [param.detach().clone() for group in optimizer.param_groups for param in group["params"]]
+
+    network = FaultyNetwork(LoopbackNetwork(), Fault(Action.DROP_REPLY, kind="bye"))
+    job = Job(body, network=network, environ={**SOON, "FLAGS_rpc_deadline": "400"})
+    job.join(job.start())
+    assert list(job.errors) == ["worker 0"]
+    assert isinstance(job.errors["worker 0"], DeadlineError)
+    assert job.results[0]  # everything was done before
 
 
 def init(job: Job, index: int, workers: int, servers: list[str] | None = None, **environ: str) -> Fleet:
