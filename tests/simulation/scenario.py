@@ -88,9 +88,6 @@ class Scenario:
     #: how likely a thread gives way where it takes a lock
     preemption: float = 0.0
 
-    def without_faults(self) -> Scenario:
-        return replace(self, faults=())
-
     @property
     def may_fail(self) -> bool:
         """Say whether something befalls it that may end the job, by an error that names it."""

@@ -104,9 +104,6 @@ class RLock:
     def locked(self) -> bool:
         return self._lock.locked()
 
-    def is_mine(self) -> bool:
-        return self._lock._owner is scheduler().current
-
     def let_go(self) -> int:
         depth, self._depth = self._depth, 0
         self._lock.release()
