@@ -22,6 +22,7 @@ from typing import Any
 
 import fleet
 from fleet.base import exit_guard
+from fleet.numeric import jit
 
 from .disk import stands_for_os
 from .scheduler import Killed, Scheduler, Thread
@@ -393,6 +394,16 @@ _STANDS_FOR_OS = _Stands(
 )
 
 
+def _compile(work: Callable[[], Any]) -> Any:
+    """Compile something, once in this process: no turn of a later run may depend on that."""
+    here = scheduler()
+    until_next, here.until_next = here.until_next, -1
+    try:
+        return work()
+    finally:
+        here.until_next = until_next
+
+
 def _drawn_secrets(seed: int) -> _Stands:
     draw = random.Random(f"secrets {seed}")
 
@@ -434,6 +445,7 @@ def installed(running: Scheduler, seed: int) -> Iterator[None]:
         id(futures.Future): Future,
         id(futures.ThreadPoolExecutor): ThreadPoolExecutor,
         id(futures.wait): wait,
+        id(jit._undisturbed): _compile,
     }
     if not _places:
         for names in map(vars, import_all()):
