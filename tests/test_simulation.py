@@ -59,6 +59,12 @@ FOUND = {
     "values that were not kept": Scenario(
         92, Setting("half_async", 2, 1, 7, durable="os"), (Fault(104, POWER, "server0", 0.1),)
     ),
+    # A model that follows heard of an update before its server had it on the disk, and lost it again with the power.
+    "a version that was told of and not kept": Scenario(
+        40193,
+        Setting("ssp", 2, 1, 9, durable="always", sync_s=0.01, follower=True),
+        (Fault(106, POWER, "server0", 0.06),),
+    ),
 }
 
 

@@ -201,7 +201,7 @@ class Service:
                     return None
                 self._moving.refuse_follower(self.job, request)
                 self._following.handlers[kind](self.job, Arrival(frame, respond, outbox))
-            self._send(outbox, secure=self._reads_are_secure)
+            self._send(outbox)  # a version that is told of must not go back
             return self._apply_pending
         durability = self.durability
         try:
