@@ -760,7 +760,7 @@ def test_what_was_read_and_not_taken_is_given_again(mode: str) -> None:
                 else:
                     followed.take(update)
                 dropped += 1
-    assert dropped > 2
+    assert dropped >= 2  # however few there were, the first was given again
     assert_same(followed, job.results[0])
 
 
