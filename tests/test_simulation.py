@@ -65,6 +65,8 @@ FOUND = {
         Setting("ssp", 2, 1, 9, durable="always", sync_s=0.01, follower=True),
         (Fault(106, POWER, "server0", 0.06),),
     ),
+    # Steps that were merged and not sent yet were dropped when their worker went over to other servers.
+    "merged steps of a job that moves": Scenario(1, Setting("half_async", 3, 1, 12, moves_at=4, moves_to=2)),
 }
 
 

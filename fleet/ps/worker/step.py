@@ -182,8 +182,8 @@ class RemoteTraining:
         self._early = self._make_early()
 
     def grow(self) -> None:
-        """Take in further parameters, which have joined the job."""
-        self._merge = self._make_merge(self._steps_per_push)
+        """Take in parameters that have joined the job, or other servers. Steps that are not sent yet stay: where steps
+        are merged, no parameters join."""
         if self._early is not None:
             self._early.close()
         self._early = self._make_early()
