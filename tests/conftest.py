@@ -46,15 +46,20 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a matrix that is marked so, the default run has as many cases as its longest side, with each value of every
-    side among them. The other cases are slow ones: of each value they show what those show as well."""
+    side among them, or so many of these as the mark says. The other cases are slow ones: what they show differs little
+    from what those show."""
     for item in items:
-        if item.get_closest_marker("pairs") is not None and not _is_on_the_diagonal(item):
+        mark = item.get_closest_marker("pairs")
+        if mark is not None and not _is_on_the_diagonal(item, *mark.args):
             item.add_marker("slow")
 
 
-def _is_on_the_diagonal(item: pytest.Item) -> bool:
+def _is_on_the_diagonal(item: pytest.Item, most: int | None = None) -> bool:
     sides = [_place(item, *mark.args) for mark in item.iter_markers("parametrize")]
-    return any(all(at == step % size for at, size in sides) for step in range(max(size for _, size in sides)))
+    longest = max(size for _, size in sides)
+    count = min(most or longest, longest)
+    steps = [number * longest // count for number in range(count)]
+    return any(all(at == step % size for at, size in sides) for step in steps)
 
 
 def _place(item: pytest.Item, names: str | Sequence[str], values: Iterable[Any]) -> tuple[int, int]:

@@ -20,6 +20,8 @@ from fleet.ps.table.stores import TieredStores
 from fleet.ps.table.tiered_store import TieredStore
 
 KIB = 1 << 10
+#: So many rows are put in place, or read, at a time.
+TOGETHER = 40
 
 
 @pytest.fixture
@@ -49,17 +51,17 @@ class Table:
         return self
 
     def put(self, count: int) -> Table:
-        for start in range(self.rows, self.rows + count, 8):
-            ids = np.arange(start, start + 8)
+        for start in range(self.rows, self.rows + count, TOGETHER):
+            ids = np.arange(start, start + TOGETHER)
             slots = self.store.insert(ids)
             self.store.write(slots)
             scatter(self.store.column("weight"), slots, np.repeat(ids, 3).reshape(-1, 3).astype(np.float32))
-            self.rows += 8
+            self.rows += TOGETHER
         return self
 
     def check(self) -> None:
-        for start in range(0, self.rows, 8):
-            ids, out = np.arange(start, start + 8), np.empty((8, 3), np.float32)
+        for start in range(0, self.rows, TOGETHER):
+            ids, out = np.arange(start, start + TOGETHER), np.empty((TOGETHER, 3), np.float32)
             gather(self.store.column("weight"), self.store.find(ids), out)
             assert out[:, 0].tolist() == ids.tolist()
 
@@ -73,7 +75,7 @@ def test_both_have_a_part_until_one_takes_over(stores: TieredStores) -> None:
     guest.open()
     for _ in range(10):
         guest.put(480)
-        host.put(8)
+        host.put(TOGETHER)
         assert host.budget.taken + guest.budget.taken <= 330 * KIB  # an index is paid for at the next request
     for table in (host, guest):
         table.check()
@@ -104,7 +106,7 @@ def test_the_training_takes_what_it_comes_to_need(stores: TieredStores) -> None:
     guest.open().put(2000)
     host.put(14_000).check()
     with pytest.raises(CheckpointError, match="do not fit"):
-        guest.put(8)
+        guest.put(TOGETHER)
     assert stores.failure() is None
 
 
@@ -115,7 +117,7 @@ def test_the_next_values_are_read_in_the_place_of_others(stores: TieredStores) -
     first.open().put(800)
     second = Table(stores)
     with pytest.raises(CheckpointError, match="do not fit"):
-        first.put(8)
+        first.put(TOGETHER)
     del first
     host.give_way()
     second.open().put(2000).check()

@@ -293,7 +293,7 @@ def test_where_nobody_may_write(call: str, place: str, tmp_path: Path, monkeypat
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.EDQUOT])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.pairs
+@pytest.mark.pairs(3)
 def test_one_server_that_cannot_write(
     strategy: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -354,6 +354,7 @@ def test_a_manifest_that_cannot_be_read_back_does_not_cost_its_pieces(
 
 @pytest.mark.parametrize("existing", [True, False])
 @pytest.mark.parametrize("store", ["local", "memory"])
+@pytest.mark.pairs(2)
 def test_two_jobs_save_to_one_place_and_a_third_one_reads(existing: bool, store: str, tmp_path: Path) -> None:
     """At every moment there is a whole checkpoint, or none yet; who reads one that is replaced is told so."""
     told = ("no checkpoint here", "was replaced while it was read", "something else has come to where")
@@ -468,6 +469,7 @@ def shards(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], int]]:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.pairs(3)
 def test_a_load_that_fails_on_one_server_changes_nothing(
     strategy: str, shards: Callable[[], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -509,6 +511,7 @@ def test_a_load_that_fails_on_one_server_changes_nothing(
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.pairs(3)
 def test_plain_tensors_that_do_not_all_arrive_change_nothing(
     strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

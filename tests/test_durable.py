@@ -179,6 +179,7 @@ def grown() -> list[Any]:
 
 
 @pytest.mark.parametrize("journal_bytes", [1 << 30, 2000, 1], ids=["a journal alone", "snapshots", "all the time"])
+@pytest.mark.pairs(2)
 def test_parameters_that_come_later(tmp_path: Path, journal_bytes: int) -> None:
     job = DyingJob(grows, tmp_path, plan=every(3, 1), journal_bytes=journal_bytes)
     same(job.run(), grown())
@@ -195,6 +196,7 @@ def test_parameters_come_while_a_worker_asks_again_for_its_last_step(worker: int
 
 
 @pytest.mark.parametrize("journal_bytes", [None, 1, 1 << 30], ids=["in memory", "snapshots", "a journal alone"])
+@pytest.mark.pairs(2)
 def test_a_worker_killed_in_the_midst_of_a_push(tmp_path: Path, journal_bytes: int | None) -> None:
     """One server has it, has closed the round and is killed as well; the other has not. The step is computed once more,
     on what it was computed on."""
@@ -300,6 +302,7 @@ KEPT = [
 
 
 @pytest.mark.parametrize(("who", "ended", "journal_bytes"), KEPT)
+@pytest.mark.pairs(5)
 def test_a_worker_comes_back_to_a_job_that_parameters_have_joined(
     tmp_path: Path, who: int, ended: int, journal_bytes: int | None
 ) -> None:
@@ -333,6 +336,7 @@ STRUCK = [
 
 
 @pytest.mark.parametrize(("kind", "server", "who"), STRUCK)
+@pytest.mark.pairs(5)
 def test_a_worker_that_ended_while_parameters_joined_comes_back(who: int, server: int, kind: str) -> None:
     """At whatever request: one server has heard of them then, perhaps, and the other one not."""
 
@@ -550,7 +554,7 @@ def saved_and_loaded(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return run_job(saves_and_loads(tmp_path_factory.mktemp("undisturbed")), 2, 2)
 
 
-@pytest.mark.pairs
+@pytest.mark.pairs(3)
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("kind", ["claim", "load", "ready", "release", "save", "settle"])
 def test_checkpoints_around_a_kill(tmp_path: Path, kind: str, moment: str, saved_and_loaded: list[Any]) -> None:
@@ -639,7 +643,7 @@ def test_a_checkpoint_is_taken_over_when_the_journal_has_been_done_over(
 # ---------------------------------------------------------------- and a newer one by the time a server is there again
 
 
-@pytest.mark.pairs
+@pytest.mark.pairs(2)
 @pytest.mark.parametrize("servers", [1, 2])
 @pytest.mark.parametrize("moment", ["before the first", "between two", "before it is read"])
 def test_what_is_kept_comes_before_a_checkpoint(
@@ -753,7 +757,7 @@ def test_nobody_looks_up_at_servers_that_another_thread_of_the_worker_has_ended(
 # ---------------------------------------------------------------- what is on the disk
 
 
-@pytest.mark.pairs
+@pytest.mark.pairs(4)
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("piece", range(1, 9))
 def test_killed_while_it_takes_a_snapshot(tmp_path: Path, piece: int, after: bool) -> None:

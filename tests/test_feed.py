@@ -176,6 +176,7 @@ class Counting(torch.nn.Module):
 
 @pytest.mark.parametrize("servers", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", IN_ROUNDS)
+@pytest.mark.pairs(2)
 def test_a_version_is_never_a_mixture(mode: str, servers: int) -> None:
     versions = []
 

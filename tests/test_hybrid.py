@@ -550,6 +550,7 @@ def test_the_others_go_on_without_a_worker_that_dies(net: Net) -> None:
 
 
 @pytest.mark.parametrize("failing", [(3, 3), (3, 0), (0, 3), (1, 0)], ids=["all", "one", "other", "buffers"])
+@pytest.mark.pairs(2)
 def test_a_round_that_breaks_is_done_over(net: Net, monkeypatch: pytest.MonkeyPatch, failing: tuple[int, int]) -> None:
     """A collective fails on one worker, or on all; it may be over for some of them, which then give the others what has
     come of it. Nothing is lost of any gradient. After the third round two are for buffers, and then comes one for

@@ -189,7 +189,7 @@ def assert_close(ours: Any, theirs: Any, slack: float = 1, about: object = "") -
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("rule", CASES)
-@pytest.mark.pairs
+@pytest.mark.pairs(5)
 def test_rows_follow_torch_row_by_row(rule: str, dtype: str) -> None:
     """Each row is a parameter of its own, with each combination of options."""
     start = np.random.default_rng(3).normal(size=(ROWS, DIM)).astype(dtype)
@@ -560,6 +560,7 @@ def test_the_name_of_a_table_hashes_to_the_same_bits_for_ever() -> None:
     assert rows.table_key("user") == 7173623408806911919
 
 
+@pytest.mark.slow
 def test_in_another_process_the_first_call_imports_numba_and_initial_values_are_the_same() -> None:
     program = (
         "import sys, fleet.kernels, fleet.ps.table.table; assert 'numba' not in sys.modules;"
@@ -661,6 +662,7 @@ print(json.dumps(told))
     ["signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)", "raise KeyboardInterrupt"],
     ids=["the wait", "the import"],
 )
+@pytest.mark.slow
 def test_an_interrupted_first_call_spoils_none_that_follows(interrupt: str) -> None:
     told = fresh_python(INTERRUPTED.format(part="numba.core.registry", interrupt=interrupt))
     assert told == ["KeyboardInterrupt()", [3, 1]]

@@ -366,6 +366,7 @@ wait("told"); ready(); follow()
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "killed by SIGKILL, as the kernel does when memory runs out "),
     ],
 )
+@pytest.mark.pairs(2)
 def test_who_caused_the_end_is_named_and_shown_last(
     launch: Launch, tmp_path: Path, end: str, code: int, how: str
 ) -> None:

@@ -36,6 +36,7 @@ libc.fflush(out)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such areas")
+@pytest.mark.slow
 def test_threads_of_a_server_share_an_area_of_memory() -> None:
     def areas(*given: str) -> int:
         command = [sys.executable, "-c", _AREAS, *given]

@@ -166,6 +166,7 @@ def test_checkpoints_come_from_and_go_to_jobs_with_other_bounds(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.pairs(3)
 def test_deltas_go_to_another_number_of_servers_in_every_mode(tmp_path: Path, strategy: str) -> None:
     def saving(made: Fleet, _: int, step: int) -> None:
         if step in (1, 3):

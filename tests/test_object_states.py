@@ -348,6 +348,7 @@ def keep_and_step(me: Worker) -> None:
     ],
 )
 @pytest.mark.usefixtures("impatient")
+@pytest.mark.pairs(5)
 def test_a_worker_that_starts_again_has_what_it_kept(strategy: str, kept: str, tmp_path: Path, files: Path) -> None:
     """It belongs to the step that it goes on after, however often servers are killed."""
     environ = {**ENVIRON, "FLEET_JOB_ID": "one", "FLEET_HEARTBEAT_S": "0.1"}

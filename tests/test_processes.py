@@ -198,6 +198,7 @@ def test_role_makers_in_code_on_four_processes(
     assert float(found[1]) < 1e-3
 
 
+@pytest.mark.slow
 def test_four_terminals(processes: Processes, free_endpoints: Callable[[int], list[str]]) -> None:
     """One server from the user's script, one with no script at all; workers before servers. Two are new
     Pythons, whose hashes are not those of the others."""

@@ -266,6 +266,7 @@ def test_every_order(workers: int, departures: int, repeats: int) -> None:
     ],
     ids=["other calls", "other shapes", "other types", "other ops", "three ways"],
 )
+@pytest.mark.pairs(5)
 def test_every_order_of_workers_that_differ(programs: tuple[tuple[Asked, ...], ...], departures: int) -> None:
     """Those who differ are all refused, whoever comes later too, and the next gathering is as good as any."""
     walked = Explorer(programs, 1, departures).explore()

@@ -402,6 +402,7 @@ def test_other_servers_know_the_group_of_the_workers() -> None:
 
 @pytest.mark.parametrize("skip", [0, 2])
 @pytest.mark.parametrize("action", [Action.DROP_REQUEST, Action.DROP_REPLY, Action.DUPLICATE])
+@pytest.mark.pairs(3)
 def test_workers_that_meet_and_leave_around_a_move(action: Action, skip: int) -> None:
     """With one message lost of those by which they do, and data that end for one of them just before or after it."""
 
@@ -674,8 +675,8 @@ def training_freely(
     optimizers: str,
     mode: str,
     then: list[str] | None,
-    steps: int = 24,
-    moved_after: int = 8,
+    steps: int = 12,
+    moved_after: int = 5,
     pause: Callable[[int], None] = lambda _: None,
 ) -> Callable[[Fleet, int], dict[str, torch.Tensor]]:
     def body(fleet: Fleet, worker: int) -> dict[str, torch.Tensor]:
@@ -923,7 +924,7 @@ def undisturbed_in_lockstep(what: str, optimizers: str, servers: int) -> Any:
 @pytest.mark.parametrize("move", MOVES)
 @pytest.mark.parametrize("optimizers", OPTIMIZERS)
 @pytest.mark.parametrize("what", WAITING)
-@pytest.mark.pairs
+@pytest.mark.pairs(4)
 def test_a_push_that_waits_for_others_moves_to_the_bit(what: str, optimizers: str, move: str) -> None:
     first, then = MOVES[move]
     found: list[Any] = []
@@ -938,6 +939,7 @@ def test_a_push_that_waits_for_others_moves_to_the_bit(what: str, optimizers: st
     ("mode", "kind", "server"),
     [("half_async", "push", 1), ("gba", "push", 1), ("gba", "push", 0), ("gba", "place", 1), ("auto, gba", "place", 1)],
 )
+@pytest.mark.pairs(3)
 def test_a_server_takes_what_others_have_before_it_moves(
     mode: str, kind: str, server: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1057,7 +1059,7 @@ def test_what_a_job_takes_along(what: str, move: str, asks: bool) -> None:
 
 @pytest.mark.parametrize("mode", [None, "async"])
 @pytest.mark.parametrize("then", [[[1, 2]], [[2, 3]], [[1, 2], [2, 3, 4]]], ids=["one stays", "all leave", "two moves"])
-@pytest.mark.pairs
+@pytest.mark.pairs(2)
 def test_a_worker_that_computes_for_long_while_others_move_lives(then: list[list[int]], mode: str | None) -> None:
     """Longer than servers wait for a worker that is silent; nobody there has heard of it since the job moved."""
     moved, idle = threading.Event(), 2.5 * float(SOON["FLAGS_rpc_deadline"]) / 1000
@@ -1446,7 +1448,7 @@ def test_a_job_that_cannot_move_says_why_and_goes_on(strategy: Callable[[], Any]
 
 @pytest.mark.parametrize("strategy", [None, *MODES])
 @pytest.mark.parametrize("move", [*MOVES, "one for another", "an outage"])
-@pytest.mark.pairs
+@pytest.mark.pairs(3)
 def test_who_follows_a_job_goes_over_with_it(strategy: str | None, move: str) -> None:
     first, then = {"one for another": ([0, 1], [2, 1]), "an outage": ([0, 1], [1, 2])}.get(move) or MOVES[move]
     begun, gone_over = threading.Event(), threading.Event()
@@ -1533,7 +1535,7 @@ def moved_durably(
 
 @pytest.mark.parametrize("mode", [None, *ALL_MODES])
 @pytest.mark.parametrize("journal_bytes", [2000, 1 << 30], ids=["snapshots", "no snapshots"])
-@pytest.mark.pairs
+@pytest.mark.pairs(5)
 def test_durable_servers_give_their_job_to_others(tmp_path: Path, mode: str | None, journal_bytes: int) -> None:
     moved_durably(tmp_path, lambda *_: None, mode, journal_bytes)
 
@@ -1605,7 +1607,7 @@ def test_a_job_moves_again_and_again(lists: list[list[int]], is_durable: bool, t
 
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("kind", ["export", "stage", "fill"])
-@pytest.mark.pairs
+@pytest.mark.pairs(2)
 def test_a_durable_server_that_is_killed_beside_a_copy_holds_nothing_up(tmp_path: Path, kind: str, moment: str) -> None:
     """The job trains on meanwhile; the copy begins anew, and it moves."""
 
@@ -1969,6 +1971,7 @@ def steps_until(
 
 
 @pytest.mark.parametrize("numbers", [[0], [1], [0, 2], [1, 2]], ids=str)
+@pytest.mark.pairs(2)
 def test_a_server_that_is_drained_ends_and_the_job_goes_on(numbers: list[int]) -> None:
     ends = threading.Event()
     job = Resized(steps_until(ends), [0, 1, 2], [0, 1, 2], environ=BEATING)

@@ -501,6 +501,7 @@ given = load_file("../given.safetensors")
 """
 
 
+@pytest.mark.slow
 def test_plain_pytorch_runs_it_without_this_package(tmp_path: Path) -> None:
     """By the code on the page that is saved beside it."""
     ids = torch.tensor([3, -8, 3, 100, 5])

@@ -71,6 +71,7 @@ FOUND = {
 
 
 @pytest.mark.parametrize("found", FOUND)
+@pytest.mark.pairs(4)
 def test_what_was_found_stays_mended(found: str, tmp_path: Path, undisturbed: Undisturbed) -> None:
     wrong = wrong_with(FOUND[found], tmp_path, undisturbed)
     assert not wrong, wrong
@@ -80,6 +81,7 @@ def test_what_was_found_stays_mended(found: str, tmp_path: Path, undisturbed: Un
 
 
 @pytest.mark.parametrize("seed", range(12))
+@pytest.mark.pairs(4)
 def test_a_seed(seed: int, tmp_path: Path, undisturbed: Undisturbed) -> None:
     wrong = wrong_with(drawn(seed), tmp_path, undisturbed)
     assert not wrong, wrong
@@ -212,6 +214,7 @@ ON_PURPOSE = {
 
 
 @pytest.mark.parametrize("fault", on_purpose.FAULTS)
+@pytest.mark.pairs(8)
 def test_a_fault_that_is_put_in_on_purpose_is_found(fault: str, tmp_path: Path, undisturbed: Undisturbed) -> None:
     """With it something is wrong, and without it nothing is."""
     scenario = ON_PURPOSE[fault]
