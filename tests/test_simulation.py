@@ -8,26 +8,25 @@ from pathlib import Path
 
 import pytest
 from simulation import on_purpose
-from simulation.invariants import broken, undisturbed_runs
-from simulation.job import Outcome, run
+from simulation.invariants import broken
+from simulation.job import run
 from simulation.scenario import CLOCK, CUT, KILL, LOST, PAUSE, POWER, TWICE, UNANSWERED, Fault, Scenario, Setting, drawn
 from simulation.scheduler import Process, Scheduler, Thread
 from simulation.story import shrunk, told
 from simulation.threads import Condition, Event, Lock, installed
 
-Undisturbed = Callable[[Setting], Outcome]
 
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Undisturbed]:
-    yield undisturbed_runs(tmp_path_factory.mktemp("undisturbed"))
+@pytest.fixture(scope="module", autouse=True)
+def _no_garbage() -> Iterator[None]:
+    """What simulated processes leave is collected here, and not in the midst of another test."""
+    yield
     gc.collect()
 
 
-def wrong_with(scenario: Scenario, folder: Path, undisturbed: Undisturbed) -> str:
+def wrong_with(scenario: Scenario, folder: Path) -> str:
     """The story of a run in which something is wrong; nothing if nothing is."""
     outcome = run(scenario, folder / "job")
-    wrong = broken(outcome, undisturbed)
+    wrong = broken(outcome)
     return told(outcome, wrong) if wrong else ""
 
 
@@ -72,8 +71,8 @@ FOUND = {
 
 @pytest.mark.parametrize("found", FOUND)
 @pytest.mark.pairs(4)
-def test_what_was_found_stays_mended(found: str, tmp_path: Path, undisturbed: Undisturbed) -> None:
-    wrong = wrong_with(FOUND[found], tmp_path, undisturbed)
+def test_what_was_found_stays_mended(found: str, tmp_path: Path) -> None:
+    wrong = wrong_with(FOUND[found], tmp_path)
     assert not wrong, wrong
 
 
@@ -82,8 +81,8 @@ def test_what_was_found_stays_mended(found: str, tmp_path: Path, undisturbed: Un
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.pairs(4)
-def test_a_seed(seed: int, tmp_path: Path, undisturbed: Undisturbed) -> None:
-    wrong = wrong_with(drawn(seed), tmp_path, undisturbed)
+def test_a_seed(seed: int, tmp_path: Path) -> None:
+    wrong = wrong_with(drawn(seed), tmp_path)
     assert not wrong, wrong
 
 
@@ -108,14 +107,14 @@ def test_a_job_in_which_nothing_goes_wrong(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [LOST, UNANSWERED, TWICE, KILL, PAUSE, CUT, POWER])
-def test_faults_come_to_pass(kind: str, tmp_path: Path, undisturbed: Undisturbed) -> None:
+def test_faults_come_to_pass(kind: str, tmp_path: Path) -> None:
     """At the moment that is told, to whom it is told; and a durable job goes on."""
     is_of_messages = kind in (LOST, UNANSWERED, TWICE)
     faults = tuple(Fault(moment, kind, "" if is_of_messages else "server1", 1.0) for moment in range(60, 80))
     setting = Setting(servers=2, workers=2, steps=8, durable="always")
     outcome = run(Scenario(1, setting, faults), tmp_path / "job")
     assert [fault for _, fault in outcome.struck] == list(faults)
-    assert not broken(outcome, undisturbed)
+    assert not broken(outcome)
     if kind in (KILL, POWER):
         assert outcome.kills["server"] > 0
     if is_of_messages:
@@ -215,32 +214,32 @@ ON_PURPOSE = {
 
 @pytest.mark.parametrize("fault", on_purpose.FAULTS)
 @pytest.mark.pairs(8)
-def test_a_fault_that_is_put_in_on_purpose_is_found(fault: str, tmp_path: Path, undisturbed: Undisturbed) -> None:
+def test_a_fault_that_is_put_in_on_purpose_is_found(fault: str, tmp_path: Path) -> None:
     """With it something is wrong, and without it nothing is."""
     scenario = ON_PURPOSE[fault]
-    assert not on_purpose.said_with("", scenario, tmp_path / "job", undisturbed)
-    assert on_purpose.said_with(fault, scenario, tmp_path / "job", undisturbed)
+    assert not on_purpose.said_with("", scenario, tmp_path / "job")
+    assert on_purpose.said_with(fault, scenario, tmp_path / "job")
 
 
 # ---------------------------------------------------------------- that it would see what is wrong
 
 
-def test_a_job_that_hangs_is_seen(tmp_path: Path, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_hangs_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("simulation.job.PATIENCE_S", 0.05)
     outcome = run(Scenario(1, Setting(workers=2, servers=1, steps=30)), tmp_path / "job")
-    assert [each.split(" after")[0] for each in broken(outcome, undisturbed)] == [
+    assert [each.split(" after")[0] for each in broken(outcome)] == [
         f"{name} has not ended" for name in ("server0", "worker0", "worker1")
     ]
 
 
-def test_a_step_that_counts_twice_is_seen(tmp_path: Path, undisturbed: Undisturbed) -> None:
+def test_a_step_that_counts_twice_is_seen(tmp_path: Path) -> None:
     outcome = run(Scenario(1, Setting(workers=2, servers=1, steps=3)), tmp_path / "job")
-    assert not broken(outcome, undisturbed)
+    assert not broken(outcome)
     for end in outcome.told.ends.values():
         end["steps"][1, 2] *= 2
-    assert any("step 2 of worker 1" in each for each in broken(outcome, undisturbed))
+    assert any("step 2 of worker 1" in each for each in broken(outcome))
     outcome.told.ends[1]["head.bias"] += 1
-    assert any("end with other values of head.bias" in each for each in broken(outcome, undisturbed))
+    assert any("end with other values of head.bias" in each for each in broken(outcome))
 
 
 def test_a_scenario_is_made_shorter() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from . import on_purpose
 from .exploration import begin, explore
-from .invariants import broken, undisturbed_runs
+from .invariants import broken
 from .job import run
 from .scenario import Scenario, drawn
 from .story import shrunk, told
@@ -19,16 +19,15 @@ from .story import shrunk, told
 def tell(scenario: Scenario, *, shorter: bool, heartbeats: bool) -> bool:
     """Print the story of a scenario; return whether something is wrong with it."""
     with tempfile.TemporaryDirectory(prefix="fleet-simulation-") as folder:
-        undisturbed = undisturbed_runs(Path(folder))
 
         def wrong_with(each: Scenario) -> list[str]:
-            return broken(run(each, Path(folder) / "job"), undisturbed)
+            return broken(run(each, Path(folder) / "job"))
 
         wrong = wrong_with(scenario)
         if wrong and shorter:
             scenario = shrunk(scenario, lambda each: bool(wrong_with(each)))
         outcome = run(scenario, Path(folder) / "job")
-        wrong = broken(outcome, undisturbed)
+        wrong = broken(outcome)
         print(told(outcome, wrong, heartbeats=heartbeats))
         return bool(wrong)
 

@@ -35,9 +35,9 @@ from fleet.ps.worker.connection import PendingRequest
 from fleet.ps.worker.progress import Progress
 
 from .exploration import begin
-from .invariants import broken, undisturbed_runs
-from .job import Outcome, run
-from .scenario import Scenario, Setting, drawn
+from .invariants import broken
+from .job import run
+from .scenario import Scenario, drawn
 from .threads import import_all
 
 Fault = Callable[[], AbstractContextManager[None]]
@@ -378,15 +378,14 @@ class Found:
 def seeds_until_found(name: str, most: int) -> Found:
     """Run the seeds from 0 on with a fault in place until something is wrong."""
     with tempfile.TemporaryDirectory(prefix="fleet-simulation-") as folder:
-        undisturbed = undisturbed_runs(Path(folder))
         for seed in range(most):
-            said = said_with(name, drawn(seed), Path(folder) / "job", undisturbed)
+            said = said_with(name, drawn(seed), Path(folder) / "job")
             if said:
                 return Found(name, seed + 1, said[0])
     return Found(name, most, "")
 
 
-def said_with(name: str, scenario: Scenario, folder: Path, undisturbed: Callable[[Setting], Outcome]) -> list[str]:
+def said_with(name: str, scenario: Scenario, folder: Path) -> list[str]:
     """Return what is wrong with a run in which the product has a fault, or without one if no name is given."""
     with ExitStack() as stack:
         if name:
@@ -395,7 +394,7 @@ def said_with(name: str, scenario: Scenario, folder: Path, undisturbed: Callable
             outcome = run(scenario, folder)
         except Exception as error:
             return [f"the run failed: {error!r}"]
-    return broken(outcome, undisturbed)
+    return broken(outcome)
 
 
 def tell_all(most: int, jobs: int) -> int:
