@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +24,14 @@ from fleet import Fleet
 from fleet.base.clock import SystemClock
 from fleet.base.cluster import Endpoint
 from fleet.base.settings import ProcessSettings
-from fleet.errors import AuthenticationError, ConfigurationError, PlanMismatchError, ServerLostError, UnsupportedError
+from fleet.errors import (
+    AuthenticationError,
+    ConfigurationError,
+    DeadlineError,
+    PlanMismatchError,
+    ServerLostError,
+    UnsupportedError,
+)
 from fleet.numeric.tensors import WireTensor
 from fleet.ps.server import feed
 from fleet.ps.server.service import Service
@@ -671,6 +679,56 @@ def test_a_durable_server_that_was_killed_is_followed_on(killed: tuple[int, ...]
     assert_same(followed, job.results[0])
     assert followed.version == 10
     assert followed.wholes == 2
+
+
+class Unplugged:
+    """A network that carries nothing of a follower's while it ``is_out``."""
+
+    is_out = False
+
+    def __init__(self, network: Any) -> None:
+        self._network = network
+
+    def connect(self, endpoint: Endpoint) -> Any:
+        channel = self._network.connect(endpoint)
+        start = channel.start
+        channel.start = lambda *given, **options: BrokenCall("out") if self.is_out else start(*given, **options)
+        return channel
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_that_servers_do_not_answer_is_told_once_and_so_is_their_return(
+    mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "fleet.serving")
+    done = threading.Event()
+    strategy = StrategyFactory.create_async_strategy() if mode == "async" else None
+    job = Job(trains(3, strategy, after=lambda *told: told[4] < 3 or done.wait(PATIENCE_S)), 1, 2)
+    threads, network = job.start(), Unplugged(job.network)
+    endpoints = [Endpoint.parse(each) for each in job.endpoints]
+    try:
+        network.is_out = True
+        source = ServerSource(endpoints, network, startup_s=0.3, poll_s=0.002)
+        with closing(source), pytest.raises(DeadlineError, match=f"got {job.endpoints[0]}: out"):
+            source.describe()
+        network.is_out = False
+        with closing(ServerSource(endpoints, network, poll_s=0.002)) as source:
+            followed = Followed(source)
+            followed.reach(3)
+            assert caplog.text.count("nothing new comes") == 0
+            network.is_out = True
+            for _ in range(4):
+                assert source.next(0.12) is None
+            network.is_out = False
+            until(lambda: source.next(0.1) is None and "answers again" in caplog.text)
+            network.is_out = True
+    finally:
+        done.set()
+        job.join(threads)
+    assert not job.errors
+    assert caplog.text.count("nothing new comes") == 1
+    assert f"it is asked again: {job.endpoints[0]}: out" in caplog.text
+    assert caplog.text.count("answers again") == 1
 
 
 class Lossy:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import secrets
 from collections.abc import Iterator, Sequence
@@ -23,7 +24,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fleet.base.clock import Clock, SystemClock
+from fleet.base.clock import Clock, SystemClock, Wait
 from fleet.base.cluster import Endpoint
 from fleet.errors import (
     ConfigurationError,
@@ -44,6 +45,8 @@ from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.transport import Call, Channel, Network, TransportError
 from fleet.ps.wire.wire_errors import raise_if_error
 from fleet.serving.source import Piece, RowChanges, SourceDescription, TableDescription, Update, differences
+
+_log = logging.getLogger("fleet.serving")
 
 #: A question that has no answer after so long is asked again.
 _PATIENCE_S = 10.0
@@ -106,6 +109,8 @@ class ServerSource:
         #: servers of which everything has come that will, with the version that they ended at
         self._over: dict[int, int] = {}
         self._closed = False
+        #: whether the servers did not answer when they were last asked
+        self._is_silent = False
         self._heard_at = self._rests_until = self._clock.now()
         self._pace = _Pace()
 
@@ -113,15 +118,15 @@ class ServerSource:
 
     def describe(self) -> SourceDescription:
         """Return what there is; waits until there is something, or raises what is wrong."""
-        until = self._clock.now() + self._startup_s
+        wait = Wait(self._clock, self._startup_s)
         while self._plan is None:
             try:
                 self._join()
             except ServersMovedError as error:
                 self._go_over()
-                self._wait_for_a_model(until, str(error))
+                self._wait_for_a_model(wait, str(error))
             except (TransportError, ServerBusyError, ServerLostError) as error:
-                self._wait_for_a_model(until, str(error))
+                self._wait_for_a_model(wait, str(error))
         self._described = _description(self._plan.spec)
         return self._described
 
@@ -132,22 +137,42 @@ class ServerSource:
         while not (self._closed or self.ended):
             pause_s = min(self._poll_s, max(0.0, self._rests_until - self._clock.now()))
             try:
-                if not pause_s and (update := self._next()) is not None:
-                    return update
+                if not pause_s:
+                    update = self._next()
+                    self._note_answer()
+                    if update is not None:
+                        return update
                 pause_s = max(pause_s, self._poll_s / 4)
             except _Lapsed:
-                self._begin_anew()
+                self._plan = None
             except ServersMovedError:
                 self._go_over()
-            except (TransportError, ServerBusyError):
+            except (TransportError, ServerBusyError) as error:
                 pause_s = _RETRY_PAUSE_S
                 if self._over:  # the others have ended with these
                     self._over |= dict.fromkeys(range(len(self._endpoints)), self._version) | self._over
+                else:
+                    self._note_silence(str(error))
             left_s = until - self._clock.now()
             if left_s <= 0:
                 break
             self._clock.sleep(min(pause_s, left_s))
         return None
+
+    def _note_silence(self, reason: str) -> None:
+        """Log once that the servers do not answer."""
+        if not (self._is_silent or self._closed):
+            _log.warning("nothing new comes from %s for now, and it is asked again: %s", self._names, reason)
+        self._is_silent = True
+
+    def _note_answer(self) -> None:
+        if self._is_silent:
+            _log.info("%s answers again", self._names)
+        self._is_silent = False
+
+    @property
+    def _names(self) -> str:
+        return ", ".join(map(str, self._endpoints))
 
     @property
     def heard_at(self) -> float:
@@ -172,15 +197,17 @@ class ServerSource:
 
     # ---------------------------------------------------------------- beginning
 
-    def _wait_for_a_model(self, until: float, reason: str) -> None:
-        if self._clock.now() >= until or self._closed:
+    def _wait_for_a_model(self, wait: Wait, reason: str) -> None:
+        if wait.so_far_s >= self._startup_s or self._closed:
             raise DeadlineError(
                 "there is no model to follow",
-                where=", ".join(map(str, self._endpoints)),
+                where=self._names,
                 expected=f"all servers with their initial values within {self._startup_s:g} s",
                 got=reason,
                 todo="Start the job, and give the endpoints of all of its servers, in their order.",
             )
+        if wait.is_due():
+            _log.info("waiting for a model at %s, for %.0f s now: %s", self._names, wait.so_far_s, reason)
         self._clock.sleep(_RETRY_PAUSE_S)
 
     def _join(self) -> None:
@@ -197,7 +224,7 @@ class ServerSource:
         if self._described is not None and (differing := differences(self._described, _description(plan.spec))):
             raise PlanMismatchError(
                 "the servers have a job with another model than the one that was followed",
-                where=", ".join(map(str, self._endpoints)),
+                where=self._names,
                 got=differing,
                 todo="Follow it with a model that is built like it.",
             )
@@ -211,13 +238,10 @@ class ServerSource:
         self._plan = plan
 
     def _begin_anew(self) -> None:
-        self._plan = None
         try:
             self._join()
-        except ServersMovedError:
-            self._go_over()
-        except (TransportError, ServerBusyError, ServerLostError):
-            return  # it is tried again later
+        except ServerLostError as error:  # there is no model yet, so it is tried again
+            raise TransportError(str(error)) from None
 
     def _go_over(self) -> None:
         """Follow the servers that the job has moved to, as one that it had says."""
@@ -246,9 +270,7 @@ class ServerSource:
     def _next(self) -> Update | None:
         if self._plan is None:
             self._begin_anew()
-        plan = self._plan
-        if plan is None:
-            raise TransportError("a server is not there")
+        plan = self._known_plan
         for server, number in enumerate(self._progress.numbers):
             if number == 0:
                 self._take_ahead(server, self._granted({server: pb.Changes()})[server])
@@ -342,7 +364,7 @@ class ServerSource:
             except (_Lapsed, TransportError, ServersMovedError) as error:
                 raise ServerLostError(
                     "a server went away while it gave an update",
-                    where=", ".join(map(str, self._endpoints)),
+                    where=self._names,
                     got=str(error) or "it does not know any more what has changed",
                     todo="Ask for the next update.",
                 ) from None
@@ -367,7 +389,7 @@ class ServerSource:
         arrived: dict[int, Frame | Call] = dict(loads)
         while arrived:
             for server, there in list(arrived.items()):
-                reply = there if isinstance(there, Frame) else raise_if_error(there.result())
+                reply = there if isinstance(there, Frame) else self._answer(server, there)
                 message, tensors = reply.message, reply.tensors
                 if message.news.lapsed or message.news.number != numbers[server]:
                     raise _Lapsed
@@ -412,7 +434,14 @@ class ServerSource:
         calls = {
             server: self._channels[server].start(Frame(request), _PATIENCE_S) for server, request in requests.items()
         }
-        return {server: raise_if_error(call.result()) for server, call in calls.items()}
+        return {server: self._answer(server, call) for server, call in calls.items()}
+
+    def _answer(self, server: int, call: Call) -> Frame:
+        """Return what a server has answered; an error says which one did not."""
+        try:
+            return raise_if_error(call.result())
+        except TransportError as error:
+            raise TransportError(f"{self._endpoints[server]}: {error}") from None
 
 
 def _description(spec: JobSpec) -> SourceDescription:
