@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -601,6 +602,22 @@ def test_a_slow_follower_costs_the_ids_that_have_changed_once_each() -> None:
     (follower,) = served.feed_job.feed.followers.values()
     assert told.news.exact
     assert [len(ids) for ids, _, _ in follower.given.rows] == [2, 2]
+
+
+def test_values_that_a_follower_has_are_kept_no_longer() -> None:
+    served = Served()
+    numbers = {follower: joined(served, follower) for follower in (7, 8)}
+    served.round()
+    for follower, since in numbers.items():
+        numbers[follower] = served.changes(follower, since).news.number
+    loads = [weakref.ref(each.given) for each in served.feed_job.feed.followers.values()]
+    for follower, since in numbers.items():
+        assert not served.changes(follower, since).granted, "it has everything"
+    assert [load() for load in loads] == [None, None]
+    served.round()
+    for follower, since in numbers.items():
+        told = served.changes(follower, since)
+        assert (told.granted, told.news.exact, told.version) == (True, True, 2)
 
 
 def test_how_many_follow_and_how_far_is_among_the_figures() -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -54,6 +54,10 @@ class Load:
     rows: Sequence[tuple[Ids, Array | None, Ids]] | None
     is_exact: bool
     took_s: float = 0.0
+
+    def without_values(self) -> Load:
+        """Return what has to be known of it when a follower has it."""
+        return replace(self, dense=(), rows=())
 
 
 @dataclass
@@ -174,7 +178,7 @@ class Feed:
             each.has = each.given = None
             return True
         if each.given is not None and each.given.number == number:
-            each.has, each.given = each.given, None
+            each.has, each.given = each.given.without_values(), None
             each.version = each.has.version if each.has.is_exact else each.version
             self._tidy()
         return each.has is not None and each.has.number == number
