@@ -28,6 +28,8 @@ from torch.nn.utils.parametrize import register_parametrization
 import fleet.nn
 from fleet import Checkpoints, Fleet
 from fleet.base.clock import SystemClock
+from fleet.checkpoint.manifest import MANIFEST
+from fleet.checkpoint.places import Directory
 from fleet.checkpoint.series import name_of
 from fleet.errors import (
     ArgumentTypeError,
@@ -1075,6 +1077,25 @@ def test_what_goes_on_from_a_damaged_one_is_left_alone_with_it(
         assert follower.version == 3
         assert torch.equal(shows(model), saved[1][3])
     assert {name_of(5), name_of(6)} - {*tried}, "one of them was tried for all that need it"
+
+
+def test_a_checkpoint_that_is_finished_while_it_is_looked_at_is_taken(
+    saved: Any, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(saved, root, 1)
+    shutil.copytree(saved[0] / name_of(2), root / name_of(2))
+    manifest, is_file = root / name_of(2) / MANIFEST, Directory.is_file
+    manifest.rename(root / "apart")
+
+    def finishing(place: Directory) -> bool:
+        if place.path == manifest.parent and (root / "apart").exists():
+            (root / "apart").rename(manifest)
+        return is_file(place)
+
+    with follow(Small(), root, poll_s=0.02) as follower:
+        monkeypatch.setattr(Directory, "is_file", finishing)
+        assert follower.wait(2, PATIENCE_S) == 2
+    assert "passing by" not in caplog.text
 
 
 def test_an_age_grows_where_all_checkpoints_are_gone(saved: Any, root: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -75,16 +75,17 @@ def complete(root: Place) -> Iterator[Checkpoint]:
 
 def opened(place: Place) -> Checkpoint | None:
     """Open the checkpoint that is here; None if one is being written, or was never finished."""
-    if place.has(MANIFEST):
-        found = Checkpoint.open(place.url)
-        found.check_present()
-        return found
-    got = "a file" if place.is_file() else f"a directory called {MANIFEST}" if MANIFEST in place.names() else None
-    if got is not None:
-        raise CheckpointError(
-            "there is no checkpoint here", where=place.url, expected=f"a directory with a file {MANIFEST}", got=got
-        )
-    return None
+    if not place.has(MANIFEST):
+        got = "a file" if place.is_file() else f"a directory called {MANIFEST}" if MANIFEST in place.names() else None
+        if got is None:
+            return None
+        if not place.has(MANIFEST):  # else it has just been finished
+            raise CheckpointError(
+                "there is no checkpoint here", where=place.url, expected=f"a directory with a file {MANIFEST}", got=got
+            )
+    found = Checkpoint.open(place.url)
+    found.check_present()
+    return found
 
 
 def marks(root: Place) -> list[Mark]:
