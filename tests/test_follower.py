@@ -1166,6 +1166,43 @@ def test_a_version_can_be_gone_back_to(saved: Any, root: Path) -> None:
         follow(model, root, at=9)
 
 
+@pytest.mark.parametrize("step", [2, 1], ids=["itself", "what it goes on from"])
+def test_a_version_that_cannot_be_gone_back_to_is_read_once_and_named(
+    saved: Any, root: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    from fleet.checkpoint import inspection
+
+    read: list[str] = []
+    checked = inspection.checked
+    monkeypatch.setattr(
+        inspection, "checked", lambda place, piece, of: (read.append(f"{of.where}/{piece.file}"), checked(place, piece, of))[1]
+    )
+    put(saved, root, 1, 2, 4)
+    damage(root, step)
+    with pytest.raises(CheckpointError, match=f"a piece of the checkpoint is damaged.*{name_of(step)}"):
+        follow(Small(), root, poll_s=0.02, at=2)
+    assert sorted(read) == sorted({*read})
+
+
+def test_a_look_at_a_directory_in_which_nothing_is_new_is_one_request(
+    saved: Any, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(saved, root, 1, 2)
+    source = checkpoint_source.CheckpointSource(str(root), poll_s=1e-6)
+    source.describe()
+    update = source.next(PATIENCE_S)
+    assert update is not None
+    update.taken()
+    looks: list[str] = []
+    for name in ("names", "has", "is_file", "exists", "read", "size", "sizes"):
+        asks = getattr(Directory, name)
+        monkeypatch.setattr(
+            Directory, name, lambda *given, a=asks, n=name, **more: (looks.append(n), a(*given, **more))[1]
+        )
+    assert source.next(0) is None
+    assert looks == ["names"]
+
+
 def test_a_follower_waits_for_the_first_checkpoint(saved: Any, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     thread = threading.Timer(0.1, put, args=(saved, root, 1))
     thread.start()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -82,7 +82,7 @@ class CheckpointSource:
 
     def describe(self) -> SourceDescription:
         wait = Wait(self._clock, self._deadline_s)
-        while (found := self._newest()) is None:
+        while (found := self._newest(series.steps_in(self._root))) is None:
             if self._broken:
                 raise next(iter(self._broken.values()))[2].again()
             if wait.so_far_s > self._deadline_s:
@@ -99,11 +99,10 @@ class CheckpointSource:
         self._described = _description(found)
         return self._described
 
-    def _newest(self) -> Checkpoint | None:
-        """Return the checkpoint to take next, if there is one that can be read."""
+    def _newest(self, steps: Sequence[int]) -> Checkpoint | None:
+        """Return the checkpoint to take next, of those of these steps, if there is one that can be read."""
         if self._at is not None:
-            return self._pinned(self._at)
-        steps = series.steps_in(self._root)
+            return None if self._taken is not None else self._pinned(self._at, steps)
         taken = self._taken
         known = -1 if taken is None else taken.manifest.version
         for step in reversed(steps):
@@ -128,11 +127,14 @@ class CheckpointSource:
                     where=place.url,
                     got=f"step {found.manifest.version}",
                 )
-            # One that goes on from what is damaged is no better.
-            return None if found is None or any(self._rests(each.place.url) for each in found.lineage()) else found
+            return None if found is None else self._unless_damaged(found)
         except CheckpointError as error:
             self._set_aside(place.url, error)
             return None
+
+    def _unless_damaged(self, found: Checkpoint) -> Checkpoint | None:
+        """Return a checkpoint unless a moment ago it could not be read, or one that it goes on from."""
+        return None if any(self._rests(each.place.url) for each in found.lineage()) else found
 
     def _rests(self, url: str) -> bool:
         """Say whether a checkpoint could not be read a moment ago."""
@@ -158,8 +160,7 @@ class CheckpointSource:
         except CheckpointError:
             return False
 
-    def _pinned(self, step: int) -> Checkpoint:
-        there = series.steps_in(self._root)
+    def _pinned(self, step: int, there: Sequence[int]) -> Checkpoint | None:
         found = series.opened(self._root.within(series.name_of(step))) if step in there else None
         if found is None or found.manifest.version != step:
             complete = [each.manifest.version for each in series.complete(self._root)]
@@ -170,7 +171,7 @@ class CheckpointSource:
                 expected=f"one of {listed}{', …' * (len(complete) > _MOST_LISTED)}" if complete else "one at least",
                 todo="fleet checkpoint ls lists what a directory has.",
             )
-        return found
+        return self._unless_damaged(found)
 
     # ---------------------------------------------------------------- what is new
 
@@ -180,23 +181,24 @@ class CheckpointSource:
             now = self._clock.now()
             if now >= self._next_look_at:
                 self._next_look_at = now + self._poll_s
-                found = None if self._at is not None and self._taken is not None else self._newest()
+                steps = series.steps_in(self._root)
+                found = self._newest(steps)
                 if found is not None:
                     return self._update(found, now)
-                self._note_nothing(now)
+                self._note_nothing(now, steps)
             left = began + timeout_s - self._clock.now()
             if left <= 0:
                 break
             self._closing.wait(min(left, max(0.0, self._next_look_at - self._clock.now())))
         return None
 
-    def _note_nothing(self, now: float) -> None:
+    def _note_nothing(self, now: float, steps: Sequence[int]) -> None:
         """Note that nothing was newer than what was taken, unless that is so only because it cannot be read."""
         if self._taken is None:
             if self._broken:
                 raise next(iter(self._broken.values()))[2].again()
             return
-        there = {self._root.within(series.name_of(step)).url for step in series.steps_in(self._root)}
+        there = {self._root.within(series.name_of(step)).url for step in steps}
         if not there and not self._is_missed:
             _log.warning("%s has no checkpoints any more; version %d stays", self.where, self._taken.manifest.version)
         self._is_missed = not there
