@@ -1175,7 +1175,9 @@ def test_a_version_that_cannot_be_gone_back_to_is_read_once_and_named(
     read: list[str] = []
     checked = inspection.checked
     monkeypatch.setattr(
-        inspection, "checked", lambda place, piece, of: (read.append(f"{of.where}/{piece.file}"), checked(place, piece, of))[1]
+        inspection,
+        "checked",
+        lambda place, piece, of: (read.append(f"{of.where}/{piece.file}"), checked(place, piece, of))[1],
     )
     put(saved, root, 1, 2, 4)
     damage(root, step)

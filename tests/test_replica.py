@@ -867,6 +867,43 @@ def test_a_replica_needs_a_port_that_others_know(capsys: pytest.CaptureFixture[s
     assert "malformed endpoint; at --endpoint; expected host:port with a port from 1" in capsys.readouterr().err
 
 
+def test_a_replica_stays_at_the_version_that_it_is_told(
+    prepared: Prepared, tmp_path: Path, free_endpoints: Callable[[int], list[str]]
+) -> None:
+    def body(made: Fleet, index: int) -> None:
+        model = Trained()
+        optimizer = made.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model=model)
+        made.init_worker()
+        for step in (1, 2, 3):
+            (-(model.rows(torch.tensor([7])).sum() + model.dense.sum())).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            made.save_persistables(str(tmp_path / "run" / f"step-{step:08d}"))
+
+    Job(body).run()
+    endpoints = free_endpoints(2)
+    processes = [
+        prepared.start(
+            ["-m", "fleet", "replica", "--checkpoints", str(tmp_path / "run"), "--endpoint", endpoint, "--at", at],
+            dict(os.environ),
+            tmp_path,
+        )
+        for endpoint, at in zip(endpoints, ("2", "9"), strict=True)
+    ]
+    with contextlib.ExitStack() as running:
+        for process in processes:
+            running.callback(process.kill)
+        with RemoteModel(Trained(), endpoints[:1]) as remote:
+            assert remote.version == 2
+            assert set(remote(torch.tensor([7])).tolist()) == {2.0}
+        _, told = processes[1].communicate(timeout=PATIENCE_S)
+        assert processes[1].returncode == 1
+        assert "there is no complete checkpoint of version 9" in told
+        assert "expected one of 3, 2, 1" in told
+        processes[0].send_signal(signal.SIGTERM)
+        assert processes[0].wait(PATIENCE_S) == 0
+
+
 def test_the_command_answers_until_it_is_told_to_end(
     prepared: Prepared, tmp_path: Any, free_endpoints: Callable[[int], list[str]]
 ) -> None:

@@ -201,6 +201,7 @@ def _replicate(argv: list[str], prog: str) -> int:
     parser.add_argument(
         "--poll_s", type=float, default=0.1, metavar="SECONDS", help="how soon to ask for what is new (default: 0.1)"
     )
+    parser.add_argument("--at", type=int, metavar="VERSION", help="the one checkpoint to take and to stay at")
     options = parser.parse_args(argv)
     followed: str | list[str] = options.checkpoints
     if options.servers is not None:
@@ -210,7 +211,7 @@ def _replicate(argv: list[str], prog: str) -> int:
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
-        return replicate(followed, endpoint, options.poll_s)
+        return replicate(followed, endpoint, options.poll_s, options.at)
     except FleetError as error:  # not a mistake in the arguments, so no word of --help
         print(f"{prog}: {error}", file=sys.stderr)
         return 1

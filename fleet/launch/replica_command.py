@@ -48,17 +48,18 @@ class _Signals:
             raise _Ended(self._first)
 
 
-def replicate(followed: str | list[str], endpoint: Endpoint, poll_s: float) -> int:
+def replicate(followed: str | list[str], endpoint: Endpoint, poll_s: float, at: int | None) -> int:
     """Answer until SIGTERM or SIGINT, and return the exit code."""
     checks.number("--poll_s", poll_s, 0, above=True)
+    checks.whole_or_none("--at", at, 0)
     named_endpoint(str(endpoint), where="--endpoint")  # which port 0 is not: nobody would know where to ask
     settings = ProcessSettings.read(PROCESS_ENVIRONMENT)
     remark(PROCESS_ENVIRONMENT)
     be_lean()
     try:
         with _Signals() as signals:
-            source, where = source_of(followed, poll_s, None, settings)
-            with Replica(source, where, endpoint, settings) as replica:
+            source, where = source_of(followed, poll_s, at, settings)
+            with Replica(source, where, endpoint, settings, at=at) as replica:
                 replica.begin()
                 signals.check()
                 replica.serve()

@@ -48,13 +48,21 @@ class Replica:
     """Listens from the beginning on. ``close`` ends all of it."""
 
     def __init__(
-        self, source: Source, where: str, endpoint: Endpoint, settings: ProcessSettings, clock: Clock | None = None
+        self,
+        source: Source,
+        where: str,
+        endpoint: Endpoint,
+        settings: ProcessSettings,
+        clock: Clock | None = None,
+        *,
+        at: int | None = None,
     ) -> None:
-        """``where`` names the source in messages; it is closed with this."""
+        """``where`` names the source in messages; it is closed with this. ``at`` is a version to take and to stay
+        at."""
         self.endpoint = endpoint
         self._settings = settings
         self._editions = Editions(stores_of(endpoint, settings))
-        self._follower = Follower(self._editions, source, where, clock=clock)
+        self._follower = Follower(self._editions, source, where, at=at, clock=clock)
         self._look_ups = LookUps(self._editions, secrets.randbits(63) | 1, lambda: self._follower.age_s)
         self._most_bytes = min(MOST_BYTES, settings.security.max_message_bytes)
         self._description: pb.Description | None = None
@@ -64,11 +72,11 @@ class Replica:
         with ExitStack() as opened:
             opened.callback(self._editions.remove_files)
             opened.callback(self._follower.close)
-            at = settings.binding.of(endpoint)
-            self._health = None if settings.health_port is None else Health(Endpoint(at.host, settings.health_port))
+            here = settings.binding.of(endpoint)
+            self._health = None if settings.health_port is None else Health(Endpoint(here.host, settings.health_port))
             if self._health is not None:
                 opened.callback(self._health.close)
-            self._small = self._small_calls(at)
+            self._small = self._small_calls(here)
             if self._small is not None:
                 opened.callback(self._small.close)
             listener = PlainListener(
@@ -77,7 +85,7 @@ class Replica:
                     {"Describe": self._describe, "Look": self._look, "LookUp": self._look_up}, {"Dense": self._dense}
                 ),
                 endpoint,
-                at,
+                here,
                 settings.rpc_get_thread_num,
                 Security.of(settings.security),
                 self._most_bytes + ROOM,
