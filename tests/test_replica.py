@@ -32,6 +32,7 @@ from fleet.errors import (
     IdOutOfRangeError,
     NotInitializedError,
     PlanMismatchError,
+    ServerBusyError,
     ServerLostError,
     StateError,
     TableFileError,
@@ -522,13 +523,46 @@ def test_all_tables_of_a_group_are_one_request(served: Served) -> None:
     assert served.running[endpoint][0].told()["figures"]["lookups"] == 1
 
 
-def test_what_is_too_much_for_one_request_is_divided(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    endpoint = served.start(FLEET_MAX_MESSAGE_MB="1")
+@pytest.mark.parametrize("bounded", ["the replica", "the predictor"])
+def test_what_is_too_much_for_one_request_is_divided(
+    bounded: str, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound = {"FLEET_MAX_MESSAGE_MB": "1"}
+    endpoint = served.start(**(bound if bounded == "the replica" else {}))
+    if bounded == "the predictor":
+        monkeypatch.setenv(*bound.popitem())
     ids = torch.arange(150_000)
     with RemoteModel(Net(), [endpoint]) as remote:
         found = remote.model.open(ids)
         assert found[[0, 3, 149_999], 0].tolist() == [1.0, 1.0, MEAN]
     assert served.running[endpoint][0].told()["figures"]["lookups"] == 3
+
+
+def test_each_replica_is_asked_for_as_much_as_it_gives(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fleet.serving.replica_pool.secrets.randbelow", lambda _: 0)  # it begins with the first
+    endpoints = [served.start(), served.start(FLEET_MAX_MESSAGE_MB="1")]
+    ids = torch.arange(150_000)
+    with RemoteModel(Net(), endpoints) as remote:
+        while served.running:
+            assert is_of(remote, 1)
+            assert remote.model.open(ids)[[0, 149_999], 0].tolist() == [1.0, MEAN]
+            served.end(str(remote._source.bound.replica.endpoint))
+
+
+def test_a_replica_that_is_overrun_is_left_for_another(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a proxy before it may say."""
+    monkeypatch.setenv("FLEET_DIRECT_PORT", "off")
+    with RemoteModel(Net(), [served.start(), served.start()], poll_s=0.01) as remote:
+        overrun, ask = remote._source.bound.replica.endpoint, PlainChannel.ask
+
+        def asked(channel: PlainChannel, name: str, *given: Any) -> bytes:
+            if name == "LookUp" and channel.endpoint == overrun:
+                raise ServerBusyError(f"{overrun} has no time now: too many requests")
+            return ask(channel, name, *given)
+
+        monkeypatch.setattr(PlainChannel, "ask", asked)
+        for _ in range(5):
+            assert is_of(remote, 1)
 
 
 @pytest.mark.parametrize("change", ["another width", "a parameter more", "no embedding"])

@@ -60,10 +60,10 @@ class RemoteModel:
         checks.number("deadline_s", deadline_s, 0, above=True)
         settings = ProcessSettings.read(PROCESS_ENVIRONMENT)
         security = Security.of(settings.security)
-        most = min(MOST_BYTES, settings.security.max_message_bytes) + ROOM
+        most = min(MOST_BYTES, settings.security.max_message_bytes)
 
         def connect(endpoint: Endpoint) -> PlainChannel:
-            return PlainChannel(SERVICE, endpoint, security, most)
+            return PlainChannel(SERVICE, endpoint, security, most + ROOM)
 
         self._clock: Clock = SystemClock()
         self._deadline_s = deadline_s
@@ -74,6 +74,7 @@ class RemoteModel:
             deadline_s=deadline_s,
             startup_s=settings.startup_deadline_s,
             poll_s=poll_s,
+            most_bytes=most,
             with_small_calls=settings.direct_port is not None,
         )
         self._holder = _RemoteRows(model, self._source, settings.whole_table_bytes)

@@ -55,8 +55,9 @@ class _Replica:
     pause_s: float = 0.0
     rests_until: float = -math.inf
     state: pb.State | None = None
-    #: which instance was seen to have the model
+    #: which instance was seen to have the model, and how much of it goes into one request
     known: int = 0
+    most_bytes: int = 0
     trouble: str = ""
     #: takes small look-ups, if the instance that is known does
     small: SmallCallChannel | None = None
@@ -71,15 +72,15 @@ class _Replica:
             answer = small.ask(request, timeout_s)
         return self.channel.ask("LookUp", request, timeout_s) if answer is None else answer
 
-    def know(self, told: pb.Description, *, with_small_calls: bool) -> None:
-        """Note what it has said of itself."""
+    def know(self, told: pb.Description, most_bytes: int, *, with_small_calls: bool) -> None:
+        """Note what it has said of itself, and how much may be asked for at once here as well."""
         if self.known != told.state.instance:
             if self.small is not None:
                 self.small.close()
             has_door = with_small_calls and told.HasField("door")
             door = Door(told.door.key, told.door.local, told.door.port)
             self.small = SmallCallChannel(self.endpoint, door) if has_door else None
-        self.known, self.state = told.state.instance, told.state
+        self.known, self.state, self.most_bytes = told.state.instance, told.state, min(most_bytes, told.most_bytes)
 
     def close(self) -> None:
         if self.small is not None:
@@ -100,7 +101,6 @@ class Bound:
 @dataclass
 class Described:
     source: SourceDescription
-    most_bytes: int
     places: dict[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -123,10 +123,11 @@ class PoolSource:
         deadline_s: float,
         startup_s: float,
         poll_s: float,
+        most_bytes: int,
         with_small_calls: bool = True,
     ) -> None:
-        """``deadline_s`` is divided, so that all replicas can be asked within it. ``with_small_calls`` says whether
-        look-ups may go beside gRPC."""
+        """``deadline_s`` is divided, so that all replicas can be asked within it. No request asks for more than
+        ``most_bytes`` of ids, or of rows. ``with_small_calls`` says whether look-ups may go beside gRPC."""
         self._clock = clock
         self._startup_s, self._poll_s = startup_s, poll_s
         self._attempt_s = deadline_s / (len(endpoints) + 1)
@@ -139,7 +140,7 @@ class PoolSource:
         self.coming: Bound | None = None
         self._heard_at = clock.now()
         self._looked_around_at = -math.inf
-        self._with_small_calls = with_small_calls
+        self._most_bytes, self._with_small_calls = most_bytes, with_small_calls
         self._closed = False
         self._wake = threading.Event()
         self._confirmed = threading.Condition()
@@ -197,7 +198,7 @@ class PoolSource:
         """Ask a replica what it has, and refuse it if that is another model."""
         answer = replica.channel.ask("Describe", pb.DescribeRequest().SerializeToString(), self._attempt_s)
         told = pb.Description.FromString(answer)
-        described = _described(told, replica.endpoint)
+        described = _described(told, self._most_bytes, replica.endpoint)
         if self._described is None:
             self._described = described
             self._dense_bytes = sum(math.prod(s) * d.itemsize for s, d in described.source.dense.values())
@@ -207,7 +208,7 @@ class PoolSource:
                 where=str(replica.endpoint),
                 todo="Make a RemoteModel for it, with a model that is built like it.",
             )
-        replica.know(told, with_small_calls=self._with_small_calls)
+        replica.know(told, self._most_bytes, with_small_calls=self._with_small_calls)
         return told.state
 
     def next(self, timeout_s: float) -> Update | None:
@@ -329,8 +330,7 @@ class PoolSource:
 
     def look_up(self, bound: Bound, asked: Sequence[tuple[int, Ids]]) -> list[bytes]:
         """Return the rows of an edition, of each table for its ids; raise ``Elsewhere`` if they are not to be had."""
-        source, most = self.described.source, self.described.most_bytes
-        tables = list(source.tables.values())
+        tables, most = list(self.described.source.tables.values()), bound.replica.most_bytes
         widths = [tables[place].embedding_dim * tables[place].dtype.itemsize for place, _ in asked]
         found: list[list[bytes]] = [[] for _ in asked]
         parts: list[tuple[int, Ids]] = []
@@ -367,7 +367,7 @@ class PoolSource:
         )
         try:
             answer = bound.replica.look_up(request.SerializeToString(), sum(sizes), self._attempt_s)
-        except (TransportError, AuthenticationError) as error:
+        except (TransportError, AuthenticationError, ServerBusyError) as error:
             self._fail(bound.replica, str(error))
             self._wake.set()
             raise Elsewhere(f"{bound.replica.endpoint}: {error}") from None
@@ -432,8 +432,8 @@ def _rank(replica: _Replica, oldest_s: float) -> tuple[bool, int]:
     return (False, -1) if state is None else (state.age_s <= oldest_s, state.version)
 
 
-def _described(told: pb.Description, where: Endpoint) -> Described:
-    """Read a description, which comes from outside."""
+def _described(told: pb.Description, most_bytes: int, where: Endpoint) -> Described:
+    """Read a description, which comes from outside, where no more than ``most_bytes`` may be asked for at once."""
     try:
         tables = {
             each.name: TableDescription(each.embedding_dim, each.num_embeddings or None, each.mean, _dtype(each.dtype))
@@ -443,11 +443,15 @@ def _described(told: pb.Description, where: Endpoint) -> Described:
     except ValueError as error:
         raise ProtocolError("a replica's description cannot be read", where=str(where), got=str(error)) from None
     widest = max((each.embedding_dim * each.dtype.itemsize for each in tables.values()), default=8)
-    if told.most_bytes < widest:
+    if min(most_bytes, told.most_bytes) < widest:
         raise ProtocolError(
-            "a replica gives less than one row at once", where=str(where), expected=widest, got=told.most_bytes
+            "less than one row may be asked for at once",
+            where=str(where),
+            expected=f"{widest} bytes",
+            got=f"{told.most_bytes} bytes from the replica, {most_bytes} here",
+            todo="Set FLEET_MAX_MESSAGE_MB to more.",
         )
-    return Described(SourceDescription(dense, tables), told.most_bytes)
+    return Described(SourceDescription(dense, tables))
 
 
 def _dtype(name: str) -> torch.dtype:
