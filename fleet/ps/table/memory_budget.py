@@ -133,12 +133,12 @@ class MemoryBudget:
 
     def _no_room(self, name: str, nbytes: int) -> CheckpointError:
         return CheckpointError(
-            "values that are read beside the training do not fit into the memory for rows",
+            "values that are to take the place of others do not fit into the memory for rows",
             where=f"table {name!r}",
-            expected=f"at most {max(0, self.nbytes) / (1 << 20):.1f} MiB, as the rows that are trained need the rest "
+            expected=f"at most {max(0, self.nbytes) / (1 << 20):.1f} MiB, as the rows that are there need the rest "
             f"of {self._memory.nbytes >> 20} MiB (FLEET_TABLE_MEMORY_MB)",
             got=f"{nbytes / (1 << 20):.1f} MiB",
-            todo="Give the server more, or start the job from these values. It goes on without them.",
+            todo="Give the process more, or start it anew with these values. It goes on without them.",
         )
 
     # ---------------------------------------------------------------- two budgets
