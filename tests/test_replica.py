@@ -717,6 +717,7 @@ def test_whatever_happens_at_a_message_a_forward_is_right(
         return called
 
     monkeypatch.setattr(PlainChannel, "ask", losing(PlainChannel.ask))
+    monkeypatch.setattr(PlainChannel, "start", losing(PlainChannel.start))
     monkeypatch.setattr(PlainChannel, "stream", losing(PlainChannel.stream))
     monkeypatch.setattr(SmallCallChannel, "ask", losing(SmallCallChannel.ask))
     monkeypatch.setenv("FLEET_DIRECT_PORT", "0" if beside else "off")
@@ -747,6 +748,35 @@ def test_a_replica_that_says_where_it_is_and_gives_no_rows_is_left(
         with served.running[bound][0]._editions._lock:
             assert is_of(remote, 1)
         assert str(remote._source.bound.replica.endpoint) != bound
+
+
+def test_one_that_hangs_keeps_nothing_back_that_another_has(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fleet.serving.replica_pool._LOOK_AROUND_S", 0.01)
+    endpoints = [served.start(), served.start()]
+    with RemoteModel(Net(), endpoints, poll_s=0.01, deadline_s=9 * PATIENCE_S) as remote:
+        bound = str(remote._source.bound.replica.endpoint)
+        (other,) = {*endpoints} - {bound}
+        hung = served.running[other][0]
+        with hung._editions._lock, monkeypatch.context() as patched:
+            patched.setattr(Editions, "newest", property(_Hangs(hung._editions, Editions.newest.fget)))
+            for version in range(2, 12):
+                served.running[bound][1].give(version)
+                remote.wait(version, PATIENCE_S)
+                until(lambda: remote.age_s < 0.5)
+                assert is_of(remote, version)
+        assert str(remote._source.bound.replica.endpoint) == bound
+
+
+class _Hangs:
+    """Stands for a property of one object that cannot be had while the object is locked."""
+
+    def __init__(self, hung: Editions, of: Callable[[Editions], Any]) -> None:
+        self._hung, self._of = hung, of
+
+    def __call__(self, editions: Editions) -> Any:
+        if editions is self._hung:
+            until(lambda: not editions._lock.locked())
+        return self._of(editions)
 
 
 def test_a_replica_that_is_left_behind_is_left(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

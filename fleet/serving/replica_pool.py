@@ -28,7 +28,7 @@ from fleet.errors import (
     ServerBusyError,
 )
 from fleet.numeric.jit import Ids
-from fleet.ps.wire.plain_service import PlainChannel
+from fleet.ps.wire.plain_service import PlainCall, PlainChannel
 from fleet.ps.wire.small_calls import MOST_ANSWERED, Door, SmallCallChannel
 from fleet.ps.wire.transport import TransportError
 from fleet.serving import lookup_pb2 as pb
@@ -46,6 +46,8 @@ _OLDER_S = 2.0
 #: Dense parameters come at least so fast.
 _BYTES_A_SECOND = 10e6
 
+_LOOK = pb.LookRequest().SerializeToString()
+
 Connect = Callable[[Endpoint], PlainChannel]
 
 
@@ -55,6 +57,8 @@ class _Replica:
     pause_s: float = 0.0
     rests_until: float = -math.inf
     state: pb.State | None = None
+    #: asks where it is, while another one is bound to
+    looking: PlainCall | None = None
     #: which instance was seen to have the model, and how much of it goes into one request
     known: int = 0
     most_bytes: int = 0
@@ -181,7 +185,7 @@ class PoolSource:
                 try:
                     self._know(each)
                     return self.described.source
-                except TransportError as error:
+                except (TransportError, ServerBusyError) as error:
                     self._fail(each, str(error))
             if self._closed or wait.so_far_s > self._startup_s:
                 raise DeadlineError(
@@ -244,23 +248,17 @@ class PoolSource:
         )
 
     def _look(self, replica: _Replica) -> pb.State:
-        answer = replica.channel.ask("Look", pb.LookRequest().SerializeToString(), self._attempt_s)
+        return self._seen(replica, replica.channel.ask("Look", _LOOK, self._attempt_s))
+
+    def _seen(self, replica: _Replica, answer: bytes) -> pb.State:
+        """Note where a replica says that it is."""
         state = replica.state = pb.State.FromString(answer)
         return state if state.instance == replica.known else self._know(replica)
 
     def _in_order(self) -> list[_Replica]:
         """Return the replicas that can be asked, the one to be asked first first."""
-        now = self._clock.now()
         current = None if self.bound is None else self.bound.replica
-        if now - self._looked_around_at >= _LOOK_AROUND_S:
-            self._looked_around_at = now
-            for each in self._rested():
-                if each is not current:
-                    try:
-                        self._look(each)
-                        self._succeed(each)
-                    except (TransportError, FleetError) as error:
-                        self._fail(each, str(error))
+        self._look_around(current)
         there = self._rested()
         youngest_s = min((each.state.age_s for each in there if each.state is not None), default=0.0)
         there.sort(key=lambda each: _rank(each, youngest_s + _OLDER_S), reverse=True)
@@ -268,6 +266,33 @@ class PoolSource:
             there.remove(current)
             there.insert(0, current)
         return there
+
+    def _look_around(self, current: _Replica | None) -> None:
+        """Ask from time to time where the others are. Where one is bound to, nobody waits for their answers: one that
+        hangs is not to keep back what is new."""
+        now = self._clock.now()
+        is_time = now - self._looked_around_at >= _LOOK_AROUND_S
+        if is_time:
+            self._looked_around_at = now
+        rested = self._rested() if is_time else []
+        for each in self._replicas:
+            try:
+                if each is current:
+                    each.looking = None
+                elif each.looking is None and each in rested:
+                    each.looking = each.channel.start("Look", _LOOK, self._attempt_s)
+            except TransportError as error:
+                self._fail(each, str(error))
+        for each in self._replicas:
+            looking = each.looking
+            if looking is None or not (current is None or looking.is_done):
+                continue
+            each.looking = None
+            try:
+                self._seen(each, looking.result())
+                self._succeed(each)
+            except (TransportError, FleetError) as error:
+                self._fail(each, str(error))
 
     def _rested(self) -> list[_Replica]:
         """Return the replicas that have not failed a moment ago."""

@@ -123,6 +123,23 @@ def _abort(context: Any, error: Exception) -> None:
     context.abort(status, str(error)[:_MOST_TEXT].encode(errors="backslashreplace").decode())
 
 
+class PlainCall:
+    """Holds a request that is under way."""
+
+    def __init__(self, channel: PlainChannel, future: Any, timeout_s: float) -> None:
+        self._channel = channel
+        self._future = future
+        self._timeout_s = timeout_s
+
+    @property
+    def is_done(self) -> bool:
+        return bool(self._future.done())
+
+    def result(self) -> bytes:
+        """Return the answer, once it is there."""
+        return self._channel.answer_of(self._future, self._timeout_s)
+
+
 class PlainChannel:
     """Calls such a service."""
 
@@ -147,6 +164,14 @@ class PlainChannel:
         self._answered = True
         return answer
 
+    def start(self, name: str, request: bytes, timeout_s: float) -> PlainCall:
+        """Ask, and wait for nothing."""
+        call = self._channel.unary_unary(f"/{self._service}/{name}")
+        try:
+            return PlainCall(self, call.future(request, timeout=timeout_s, metadata=self._beside), timeout_s)
+        except ValueError as error:
+            raise self._read(error, timeout_s) from None
+
     def stream(self, name: str, request: bytes, timeout_s: float) -> Iterator[bytes]:
         """Yield the parts of the answer; raise as ``ask`` does."""
         try:
@@ -165,7 +190,17 @@ class PlainChannel:
     def close(self) -> None:
         self._channel.close()
 
-    def _read(self, error: Exception, timeout_s: float) -> Exception:
+    def answer_of(self, future: Any, timeout_s: float) -> bytes:
+        """Return the answer to what was started, as ``ask`` does; of a server that was never reached it does not look
+        why."""
+        try:
+            answer: bytes = future.result()
+        except (grpc.RpcError, grpc.FutureCancelledError) as error:
+            raise self._read(error, timeout_s, is_curious=False) from None
+        self._answered = True
+        return answer
+
+    def _read(self, error: Exception, timeout_s: float, *, is_curious: bool = True) -> Exception:
         if not isinstance(error, grpc.RpcError):  # gRPC's answer to a call on a closed channel
             return TransportError(str(error))
         code, told = error.code(), error.details()
@@ -178,7 +213,7 @@ class PlainChannel:
         if code is grpc.StatusCode.UNIMPLEMENTED:
             return TransportError(f"what listens there is no such service ({told})")
         # A server that was never reached may be up and not let us in, which gRPC does not tell apart.
-        if code is grpc.StatusCode.UNAVAILABLE and not self._answered:
+        if code is grpc.StatusCode.UNAVAILABLE and not self._answered and is_curious:
             why = why_no_handshake(self.endpoint, self._security.tls)
             if why is not None:
                 return why
