@@ -6,6 +6,9 @@ variables of its part in the job, and calls the user's function, whose ``fleet.i
 An actor that is lost may be started again. A worker rejoins its job; so does a server that finds its journal and its
 endpoint. Otherwise all actors start again: servers follow their journals to other endpoints, or begin with the newest
 checkpoint. What a function raises is never tried again.
+
+Workers that may join later have no place in the group. Their actors wait for one from the beginning on, which an
+autoscaler sees, and each does its part once it has started.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +42,7 @@ from fleet.errors import (
     ArgumentTypeError,
     ConfigurationError,
     DeadlineError,
+    IdentityError,
     JobAbortedError,
     ServerLostError,
     UnsupportedError,
@@ -55,6 +60,8 @@ _LEAVING_S = 10.0
 _LOOK_S = 1.0
 #: What a process raises that has heard of another's end, or of no end at all.
 _MESSENGERS = (JobAbortedError, DeadlineError, ServerLostError)
+#: What a worker raises that would join a job that is over.
+_TOO_LATE = (IdentityError, *_MESSENGERS)
 
 
 def run(
@@ -62,6 +69,7 @@ def run(
     *args: Any,
     server_num: int,
     worker_num: int,
+    max_worker_num: int | None = None,
     resources_per_server: Mapping[str, float] | None = None,
     resources_per_worker: Mapping[str, float] | None = None,
     max_restarts: int = 0,
@@ -73,6 +81,9 @@ def run(
     Resources are Ray's, as ``{"CPU": 4, "GPU": 1}``; one CPU each by default. Each actor that is lost with its process
     or node is started again up to ``max_restarts`` times. With ``storage``, a directory that all nodes see, servers
     keep a journal there, from which they go on.
+
+    An elastic job begins with ``worker_num`` workers, and others join it, up to ``max_worker_num``, as soon as Ray has
+    places for them; its autoscaler may add nodes for that. The results are those of the workers that came.
 
     Examples:
         >>> def accuracies():
@@ -87,6 +98,7 @@ def run(
     checks.whole("server_num", server_num, 1)
     checks.whole("worker_num", worker_num, 1)
     checks.whole("max_restarts", max_restarts, 0)
+    most = worker_num if max_worker_num is None else checks.whole("max_worker_num", max_worker_num, worker_num)
     needs = {
         Role.SERVER: _resources("resources_per_server", resources_per_server),
         Role.WORKER: _resources("resources_per_worker", resources_per_worker),
@@ -100,13 +112,14 @@ def run(
         ray.init()
     job_id = settings.job_id or secrets.token_hex(8)
     parts = [_Part(Role.SERVER, index, needs[Role.SERVER]) for index in range(server_num)]
-    parts += [_Part(Role.WORKER, index, needs[Role.WORKER]) for index in range(worker_num)]
+    parts += [_Part(Role.WORKER, index, needs[Role.WORKER], is_late=index >= worker_num) for index in range(most)]
     if folder is not None:
         for part in parts[:server_num]:
             part.keeps_in = str(folder / f"fleet-{job_id}" / f"server-{part.index}")
     variables = {name: value for name, value in environ.items() if name in SETTINGS}
     variables |= {"FLEET_JOB_ID": job_id, "FLEET_LAUNCHER": "ray", **_key(settings)}
-    with _placement_group(ray, parts, job_id, settings.startup_deadline_s) as group:
+    first = [part for part in parts if not part.is_late]
+    with _placement_group(ray, first, job_id, settings.startup_deadline_s) as group:
         return _Job(ray, group, parts, variables, settings, max_restarts, ray.put((function, args))).run()
 
 
@@ -201,6 +214,11 @@ class Member:
             port = self._held.getsockname()[1]
         return host, port, bool(self._journals())
 
+    def prepare(self) -> None:
+        """Import what takes long, torch above all, as this has to wait until all actors have looked around."""
+        with suppress(Exception):  # which is told by whoever needs it
+            import_module("fleet.ps.backend")
+
     def forget(self) -> None:
         """Remove the journal."""
         for journal in self._journals():
@@ -246,7 +264,7 @@ class Member:
 # ---------------------------------------------------------------------------------------------- the job
 
 
-@dataclass
+@dataclass(eq=False)
 class _Part:
     """Is one process of the job, whichever actor it is at the time."""
 
@@ -255,6 +273,8 @@ class _Part:
     needs: Mapping[str, float]
     #: where a server has its journal, if it keeps one
     keeps_in: str = ""
+    #: whether it joins a job that has begun, once there is a place
+    is_late: bool = False
     actor: Any = None
     #: how often it was lost, and how many actors it has been
     losses: int = 0
@@ -263,6 +283,7 @@ class _Part:
     port: int = 0
     has_journal: bool = False
     result: Any = field(default=None, repr=False)
+    has_ended: bool = False
 
     @property
     def name(self) -> str:
@@ -294,8 +315,9 @@ class _Job:
         self._max_restarts = max_restarts
         self._call = call
         self._clock = SystemClock()
-        #: what is under way, and what goes on as its actor leaves
+        #: what is under way, who will say where it is, and what goes on as its actor leaves
         self._working: dict[Any, _Part] = {}
+        self._coming: dict[Any, _Part] = {}
         self._leaving: list[Any] = []
         #: who has failed as if by another's failure, and until when that one may still come
         self._suspect: tuple[_Part, BaseException, float] | None = None
@@ -304,13 +326,22 @@ class _Job:
         try:
             self._start_all()
             while self._working:
-                done, _ = self._ray.wait(list(self._working), num_returns=1, timeout=self._patience_s())
+                awaited = [*self._working, *self._coming]
+                done, _ = self._ray.wait(awaited, num_returns=1, timeout=self._patience_s())
                 for each in done:
-                    self._ended(each)
+                    if each in self._coming:
+                        self._came(each)
+                    else:
+                        self._ended(each)
                 if not done:
                     self._waited_in_vain()
+                if self._coming and not self._has_workers:  # whoever comes now comes too late
+                    self._kill(list(self._coming.values()))
+            if self._suspect is not None:  # all others have ended well
+                self._hold_against(*self._suspect[:2])
             self._ray.wait(self._leaving, num_returns=len(self._leaving), timeout=_LEAVING_S)
-            return [part.result for part in self._parts if part.role is Role.WORKER]
+            workers = [part for part in self._parts if part.role is Role.WORKER]
+            return [part.result for part in workers if part.has_ended or not part.is_late]
         except BaseException:
             self._tell_what_stays()
             raise
@@ -321,13 +352,19 @@ class _Job:
         """Return how long to wait for the end of somebody's work. That of a worker may be any time away."""
         if self._suspect is not None:
             return max(0.0, self._suspect[2] - self._clock.now())
-        if all(part.role is Role.SERVER for part in self._working.values()):
+        if not self._has_workers:
             return self._settings.rpc_deadline_s + _LEAVING_S
         return None
 
+    @property
+    def _has_workers(self) -> bool:
+        """Say whether a worker still does its part."""
+        return any(part.role is Role.WORKER for part in self._working.values())
+
     def _waited_in_vain(self) -> None:
         if self._suspect is not None:
-            self._fail(*self._suspect[:2])
+            self._hold_against(*self._suspect[:2])
+            return
         late = ", ".join(part.where for part in self._working.values())
         raise DeadlineError(
             "a server does not end, and all workers have",
@@ -338,26 +375,30 @@ class _Job:
     # ---------------------------------------------------------------- starting
 
     def _start_all(self) -> None:
-        for part in self._parts:
+        first = [part for part in self._parts if not part.is_late]
+        for part in first:
             self._make_actor(part)
-        self._look_around(self._parts)
+        self._look_around(first)
         keeping = [part for part in self._parts if part.keeps_in]
         if any(part.has_journal for part in keeping) and not all(part.has_journal for part in keeping):
             lost = ", ".join(part.name for part in keeping if not part.has_journal)
             _log.warning("nothing is left of the journal of %s: the job begins with the newest checkpoint", lost)
             self._ray.get([part.actor.forget.remote() for part in keeping], timeout=self._settings.startup_deadline_s)
-        self._begin(self._parts)
+        self._begin(first)
+        for part in self._parts[len(first) :]:
+            if not part.has_ended:
+                self._expect(part)
         servers = [part for part in self._parts if part.role is Role.SERVER]
         endpoints = ", ".join(f"{part.host}:{part.port}" for part in servers)
         _log.info("job %s has its servers at %s", self._variables["FLEET_JOB_ID"], endpoints)
 
     def _make_actor(self, part: _Part) -> None:
         needs = dict(part.needs)
-        place = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
-            self._group, placement_group_bundle_index=self._parts.index(part)
-        )
+        in_group = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+        bundle = self._parts.index(part)
         name = f"fleet-{part.role.name.lower()}-{part.index}" + (f".{part.starts}" if part.starts else "")
         part.starts += 1
+        part.has_ended = False
         part.actor = (
             self._ray.remote(Member)
             .options(
@@ -367,14 +408,22 @@ class _Job:
                 num_gpus=needs.pop("GPU", 0),
                 memory=needs.pop("memory", None),
                 resources=needs,
-                scheduling_strategy=place,
+                scheduling_strategy="DEFAULT"
+                if part.is_late
+                else in_group(self._group, placement_group_bundle_index=bundle),
             )
             .remote(name, part.keeps_in, max(1, int(part.needs.get("CPU", 1))))
         )
 
+    def _ask(self, part: _Part) -> Any:
+        """Have it say where it is, and then use its time as long as there is nothing else to do."""
+        answer = part.actor.look_around.remote(part.port if part.role is Role.SERVER else 0)
+        part.actor.prepare.remote()
+        return answer
+
     def _look_around(self, parts: Sequence[_Part]) -> None:
         """Learn where Ray has put them."""
-        asked = [part.actor.look_around.remote(part.port if part.role is Role.SERVER else 0) for part in parts]
+        asked = [self._ask(part) for part in parts]
         for part, answer in zip(parts, asked, strict=True):
             try:
                 found = self._ray.get(answer, timeout=self._settings.startup_deadline_s)
@@ -387,10 +436,28 @@ class _Job:
                 ) from None
             part.host, part.port, part.has_journal = found
 
+    def _expect(self, part: _Part) -> None:
+        """Have a worker come as soon as there is a place for it."""
+        self._make_actor(part)
+        self._coming[self._ask(part)] = part
+
+    def _came(self, answer: Any) -> None:
+        part = self._coming.pop(answer)
+        try:
+            part.host, part.port, part.has_journal = self._ray.get(answer)
+        except self._ray.exceptions.RayActorError as error:
+            self._lost(part, error)
+            return
+        _log.info("%s joins the job", part.where)
+        self._begin([part])
+
     def _begin(self, parts: Sequence[_Part]) -> None:
-        """Let them do their parts."""
+        """Let them do their parts: any of those that the job begins with, or one that joins."""
         servers = [Endpoint(part.host, part.port) for part in self._parts if part.role is Role.SERVER]
-        hosts = [part.host for part in self._parts if part.role is Role.WORKER]
+        if parts[0].is_late:  # who joins is told of as many workers as make its index one of them
+            hosts = [parts[0].host] * (parts[0].index + 1)
+        else:
+            hosts = [part.host for part in self._parts if part.role is Role.WORKER and not part.is_late]
         plan = plan_launch(
             servers=servers,
             worker_hosts=hosts,
@@ -421,15 +488,23 @@ class _Job:
         except exceptions.RayError as error:
             self._failed(part, error)
         else:
+            part.has_ended = True
             # What its script leaves to the end of the process, as ``fleet.join`` does, happens then.
             self._leaving.append(part.actor.__ray_terminate__.remote())
 
     def _failed(self, part: _Part, error: BaseException) -> None:
         """End the job, unless this one may only have heard of the failure that ends it."""
-        if not isinstance(getattr(error, "cause", error), _MESSENGERS):
+        if not isinstance(getattr(error, "cause", error), _TOO_LATE if part.is_late else _MESSENGERS):
             self._fail(part, error)
-        if self._suspect is None:
+        if self._suspect is None or (self._suspect[0].is_late and not part.is_late):
             self._suspect = part, error, self._clock.now() + _ON_ITS_WAY_S
+
+    def _hold_against(self, part: _Part, error: BaseException) -> None:
+        """End the job for a failure that nobody else explains, unless it came of the job's end."""
+        if not part.is_late or not all(each.has_ended for each in self._parts if each.role is Role.SERVER):
+            self._fail(part, error)
+        _log.info("%s came when the job was over", part.where)
+        self._suspect = None
 
     def _fail(self, part: _Part, error: BaseException) -> None:
         cause = getattr(error, "cause", error)
@@ -445,6 +520,9 @@ class _Job:
         part.losses += 1
         self._suspect = None  # what was said before is said of the one that comes back
         _log.warning("%s was lost; starting it again (restart %d of %d)", part.where, part.losses, self._max_restarts)
+        if part.is_late:
+            self._expect(part)
+            return
         host, port = part.host, part.port
         self._make_actor(part)
         try:
@@ -465,8 +543,10 @@ class _Job:
         for part in parts:
             if part.actor is not None:
                 self._ray.kill(part.actor)
-        dying = list(self._working)
-        self._working.clear()
+        dying = [each for each, part in (self._working | self._coming).items() if part in parts]
+        for each in dying:
+            self._working.pop(each, None)
+            self._coming.pop(each, None)
         if dying:
             self._ray.wait(dying, num_returns=len(dying), timeout=_LEAVING_S)
         for part in parts:  # not before: an actor that nobody refers to is asked to end in its own time
