@@ -27,8 +27,8 @@ SOON = {**PATIENT, "FLAGS_rpc_deadline": "2000", "FLEET_HEARTBEAT_S": "0.05"}
 Body = Callable[[Fleet, int], Any]
 
 
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
+def until(condition: Callable[[], object], patience_s: float = PATIENCE_S) -> None:
+    deadline = time.monotonic() + patience_s
     while not condition():
         assert time.monotonic() < deadline, "this never came true"
         time.sleep(0.005)

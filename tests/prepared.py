@@ -241,6 +241,8 @@ def become(command: list[str], environ: dict[str, str], cwd: str, python: str) -
     os.environ.clear()
     os.environ.update(environ)
     os.chdir(cwd)
+    if "RAY_RAYLET_PID" in environ:  # Ray ends its processes with their groups
+        os.setpgid(0, 0)
     at_once = bool(environ.get("PYTHONUNBUFFERED")) or command[0] == "-u"
     for number, name in ((1, "stdout"), (2, "stderr")):
         buffering = 1 if at_once or number == 2 else -1

@@ -38,13 +38,14 @@ def body(job: Fleet, worker: int, folder: Path | None = None) -> list[torch.Tens
 
 
 def happen(folder: Path, moment: str) -> None:
-    """Do once what is to happen at this moment: the name of a file, and what is in it."""
+    """Do once what is to happen at this moment: the name of a file, and what is in it. ``wait`` is for the end of
+    server 0, which is gone with its node or its driver."""
     try:
         what, _, whom = (folder / moment).read_text().partition(" ")
         (folder / moment).unlink()
     except FileNotFoundError:
         return
-    if what == "wait":  # for a server that is gone with its node
+    if what == "wait":
         (folder / "reached").touch()
         pid = int((folder / "server-0").read_text().split()[0])
         deadline = time.monotonic() + PROCESSES_S
@@ -68,18 +69,47 @@ def happen(folder: Path, moment: str) -> None:
 HELD: list[socket.socket] = []
 
 
-def train(folder: Path | None = None) -> Any:
+def come(folder: Path | None) -> None:
+    """Find out who this process is, and leave word of it."""
     fleet.init()
+    if folder is None:
+        return
+    (folder / f"pid-{os.getpid()}").touch()
     if fleet.is_server():
-        if folder is not None:
-            endpoint = fleet.server_endpoints()[fleet.server_index()]
-            (folder / f"server-{fleet.server_index()}").write_text(f"{os.getpid()} {endpoint}")
+        endpoint = fleet.server_endpoints()[fleet.server_index()]
+        (folder / f"server-{fleet.server_index()}").write_text(f"{os.getpid()} {endpoint}")
+    else:
+        (folder / f"worker-{fleet.worker_index()}").write_text(f"{os.getpid()} -")
+
+
+def train(folder: Path | None = None) -> Any:
+    come(folder)
+    if fleet.is_server():
         fleet.init_server()
         fleet.run_server()
         return "a server"
     me = fleet.worker_index()
-    if folder is not None:
-        (folder / f"worker-{me}").write_text(f"{os.getpid()} -")
     seen = body(default, me, folder)
     fleet.stop_worker()
     return me, os.environ["OMP_NUM_THREADS"], seen
+
+
+def grow(folder: Path, elastic: bool) -> Any:
+    """Train until two workers do; return who this one is, how many it was told of, and how many there were."""
+    come(folder)
+    strategy = fleet.StrategyFactory.create_half_async_strategy(elastic=elastic)
+    model = small_job.Net()
+    optimizer = fleet.distributed_optimizer(torch.optim.Adagrad(model.parameters(), lr=0.1), strategy, model=model)
+    if fleet.is_server():
+        fleet.init_server()
+        fleet.run_server()
+        return None
+    fleet.init_worker()
+    me = fleet.worker_index()
+    (folder / f"{me} trains").touch()
+    deadline = time.monotonic() + PROCESSES_S
+    while len(list(folder.glob("* trains"))) < 2 and time.monotonic() < deadline:
+        small_job.train(model, optimizer, [me])
+    there = fleet.all_reduce_worker(1)
+    fleet.stop_worker()
+    return me, fleet.worker_num(), int(there)
