@@ -14,6 +14,7 @@ import fleet.nn
 from fleet import Fleet, StrategyFactory
 from fleet.plan.layout import DenseLayout, Slot
 from fleet.plan.plan import Block
+from fleet.ps.table import given
 from fleet.ps.table.compensation import EPSILON, KEPT, Compensation
 from fleet.strategy.parameter_server import Strategy, as_strategy
 from fleet.transpiler import DistributeTranspilerConfig
@@ -201,3 +202,28 @@ def test_what_is_kept_is_recalled_whole_or_in_part() -> None:
         compensation.restore(about, values)
         assert told(compensation) == expected
     assert told(after) == expected
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
+def test_other_servers_have_what_each_worker_was_given(piece_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(given, "PIECE_BYTES", piece_bytes)
+    compensation, other, layout = Compensation(0.5, True), Compensation(0.5, True), flat_layout(9)
+    random = np.random.default_rng(0)
+    for worker in range(2):
+        compensation.handed_dense(worker, {"float32": torch.randn(9)})
+        compensation.handed_rows(worker, 3, np.arange(worker, 7), random.random((7 - worker, 2), np.float32))
+        compensation.dense(worker, layout, layout, {"float32": torch.randn(9)}, {"float32": torch.randn(9)})
+        compensation.rows(worker, 3, np.arange(5), np.ones((5, 2), np.float32), np.ones((5, 2), np.float32))
+    for key in compensation.keys:
+        start: int | None = 0
+        while start is not None:
+            piece = compensation.piece(key, start)
+            other.take_over(key, piece)
+            start = piece.stop
+    assert compensation.piece((2, 3), 0) == compensation.piece((0, 4), 0) == compensation.piece((2, None), 0)
+
+    def told(by: Compensation) -> dict[str, list[list[float]]]:
+        return {str(about): [each.tolist() for each in tensors] for about, tensors in by.dump()}
+
+    assert told(other) == told(compensation)
+    assert len(told(other)) == 6

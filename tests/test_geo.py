@@ -19,6 +19,7 @@ import fleet.nn
 from fleet import Fleet, StrategyFactory
 from fleet.base.cluster import Endpoint
 from fleet.errors import ArgumentTypeError, ConfigurationError, DeadlineError, FleetError, StateError
+from fleet.ps.table import given
 from fleet.ps.table.changes import Changes
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.loopback import LoopbackNetwork
@@ -652,3 +653,27 @@ def test_what_is_kept_is_recalled_whole_or_in_part() -> None:
         changes.restore(about, [torch.from_numpy(each) for each in ids])
         assert told(changes) == expected
     assert told(after) == expected
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
+def test_other_servers_know_what_each_worker_is_to_be_told(piece_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what it was told last, since the answer may have been lost with the move."""
+    monkeypatch.setattr(given, "PIECE_BYTES", piece_bytes)
+    changes, others = Changes(), Changes()
+    changes.hold(0, 4, np.arange(6))
+    changes.hold(1, 4, np.array([9]))
+    changes.mark(1, 4, np.array([1, 2]))
+    assert sorted(changes.take(0, 1)[4].tolist()) == [1, 2]
+    changes.mark(1, 4, np.array([3]))
+    for key in changes.keys:
+        start: int | None = 0
+        while start is not None:
+            piece = changes.piece(key, start)
+            others.take_over(key, piece)
+            start = piece.stop
+    assert changes.piece((2, 4), 0) == changes.piece((0, 5), 0) == given.NOTHING
+    assert sorted(others.take(0, 1)[4].tolist()) == [1, 2, 3]
+    others.mark(1, 4, np.array([5, 9]))
+    assert others.take(0, 2)[4].tolist() == [5]
+    others.mark(0, 4, np.array([5, 9]))
+    assert others.take(1, 1)[4].tolist() == [9]

@@ -1,7 +1,8 @@
 """A GEO server knows which rows each worker holds, and which of them others have changed since it last heard.
 
 A worker that asks again, as its answer was lost, is sent the same rows once more, so the rows sent last are kept until
-the worker's next push. Not thread-safe: the caller holds the server's lock.
+the worker's next push. Where a job moves to other servers they are sent with the next answer there: a row that has
+not changed since changes nothing. Not thread-safe: the caller holds the server's lock.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fleet.numeric.jit import Ids
+from fleet.numeric.jit import Array, Ids
+from fleet.ps.table.given import NOTHING, GivenPiece, Key, end_of, slots_of_piece
 from fleet.ps.table.memory_store import MemoryStore
 
 
@@ -40,6 +42,19 @@ class _Held:
     @property
     def marked(self) -> Ids:
         return self._marked.ids(np.arange(len(self._marked)))
+
+    def piece(self, start: int) -> GivenPiece:
+        """Return ids that are held from one on, and which of them are to be sent, or were sent last: who moves may not
+        have got those."""
+        count = len(self._held)
+        here = slots_of_piece(start, count, 1)
+        ids = self._held.ids(np.arange(here.start, here.stop))
+        marked = self._marked.has(ids) | np.isin(ids, self._sent)
+        return GivenPiece([ids, marked.astype(np.uint8)], stop=end_of(here, count))
+
+    def take_over(self, ids: Ids, marked: Array) -> None:
+        self._held.insert(ids)
+        self._marked.insert(ids[marked])
 
     def dump(self) -> list[Ids]:
         return [*(store.ids(np.arange(len(store))) for store in (self._held, self._marked)), self._sent]
@@ -100,3 +115,21 @@ class Changes:
             return
         held = self._held.setdefault(about["worker"], {})[about["table"]] = _Held()
         held.restore(*(each.numpy() for each in ids))
+
+    # ---------------------------------------------------------------- for other servers
+
+    @property
+    def keys(self) -> list[Key]:
+        return [(worker, table) for worker, tables in self._held.items() for table in tables]
+
+    def piece(self, key: Key, start: int) -> GivenPiece:
+        worker, table = key
+        held = None if worker is None or table is None else self._held.get(worker, {}).get(table)
+        return NOTHING if held is None else held.piece(start)
+
+    def take_over(self, key: Key, piece: GivenPiece) -> None:
+        worker, table = key
+        if worker is None or table is None:
+            raise ValueError("what a worker holds are rows of a table")
+        ids, marked = (np.asarray(each) for each in piece.tensors)
+        self._held.setdefault(worker, {}).setdefault(table, _Held()).take_over(ids, marked.astype(bool))

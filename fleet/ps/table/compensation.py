@@ -19,6 +19,7 @@ import torch
 from fleet.numeric.ids import gather, scatter
 from fleet.numeric.jit import Array, Ids
 from fleet.plan.layout import DenseLayout
+from fleet.ps.table.given import NOTHING, GivenPiece, Key, end_of, slots_of_piece
 from fleet.ps.table.memory_store import MemoryStore
 from fleet.ps.table.table import WEIGHT
 
@@ -56,24 +57,60 @@ class Compensation:
         for worker, handed in self._handed.items():
             yield {"worker": worker, "dense": [*handed.dense]}, [*handed.dense.values()]
             for table, rows in handed.rows.items():
-                yield {"worker": worker, "table": table}, _all_of(rows, WEIGHT)
+                yield {"worker": worker, "table": table}, _rows_of(rows, WEIGHT, slice(0, len(rows)))
         yield {"dense": [*self._dense_squares]}, [*self._dense_squares.values()]
         for table, squares in self._row_squares.items():
-            yield {"table": table}, _all_of(squares, _SQUARES)
+            yield {"table": table}, _rows_of(squares, _SQUARES, slice(0, len(squares)))
 
     def restore(self, about: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
         """Take one of these parts in the place of what there is. A server that was killed may not have told the
         others."""
         worker = about.get("worker")
         if "table" in about:
-            rows, name = (self._row_squares, _SQUARES) if worker is None else (self._handed[worker].rows, WEIGHT)
-            rows[about["table"]] = _store_of(name, *(each.numpy() for each in tensors))
+            rows, name = self._rows(worker)
+            rows[about["table"]] = MemoryStore()
+            _put(rows[about["table"]], name, *(each.numpy() for each in tensors))
             return
         dense = dict(zip(about["dense"], tensors, strict=True))
-        if worker is None:
-            self._dense_squares = dense
+        if worker is None:  # which change in place
+            self._dense_squares = {dtype: each.clone() for dtype, each in dense.items()}
         else:
             self._handed.setdefault(worker, Handed()).dense = dense
+
+    # ---------------------------------------------------------------- for other servers
+
+    @property
+    def keys(self) -> list[Key]:
+        squares = [(None, table) for table in (None, *self._row_squares)]
+        return squares + [(worker, table) for worker, each in self._handed.items() for table in (None, *each.rows)]
+
+    def piece(self, key: Key, start: int) -> GivenPiece:
+        worker, table = key
+        if worker is not None and worker not in self._handed:
+            return NOTHING
+        if table is None:
+            dense = self._dense_squares if worker is None else self._handed[worker].dense
+            return GivenPiece([*dense.values()], [*dense])
+        rows, name = self._rows(worker)
+        if table not in rows:
+            return NOTHING
+        column, count = rows[table].column(name), len(rows[table])
+        here = slots_of_piece(start, count, column.like.shape[1] * column.dtype.itemsize)
+        return GivenPiece(_rows_of(rows[table], name, here), stop=end_of(here, count))
+
+    def take_over(self, key: Key, piece: GivenPiece) -> None:
+        worker, table = key
+        if table is None:
+            self.restore({"worker": worker, "dense": piece.dtypes}, [torch.as_tensor(each) for each in piece.tensors])
+            return
+        rows, name = self._rows(worker)
+        _put(rows.setdefault(table, MemoryStore()), name, *(np.asarray(each) for each in piece.tensors))
+
+    def _rows(self, worker: int | None) -> tuple[dict[int, MemoryStore], str]:
+        """Return what is kept of rows, of a worker or of none, and in which column."""
+        if worker is None:
+            return self._row_squares, _SQUARES
+        return self._handed.setdefault(worker, Handed()).rows, WEIGHT
 
     # ---------------------------------------------------------------- what was handed out
 
@@ -84,10 +121,8 @@ class Compensation:
 
     def handed_rows(self, worker: int, table: int, ids: Ids, rows: Array) -> None:
         kept = self._handed.setdefault(worker, Handed()).rows.setdefault(table, MemoryStore())
-        kept.ensure_column(WEIGHT, rows.shape[1], 0.0, rows.dtype)
         distinct, first = np.unique(ids, return_index=True)
-        slots = kept.insert(distinct)
-        scatter(kept.column(WEIGHT), slots, np.ascontiguousarray(rows[first]))
+        _put(kept, WEIGHT, distinct, np.ascontiguousarray(rows[first]))
 
     # ---------------------------------------------------------------- what becomes of a gradient
 
@@ -138,17 +173,15 @@ class Compensation:
         return squares
 
 
-def _all_of(store: MemoryStore, name: str) -> list[Array]:
-    """Return the ids and one column, in order."""
-    column, slots = store.column(name), np.arange(len(store))
+def _rows_of(store: MemoryStore, name: str, here: slice) -> list[Array]:
+    """Return the ids and one column of some rows, in order."""
+    column, slots = store.column(name), np.arange(here.start, here.stop)
     values = np.empty((slots.size, column.like.shape[1]), column.dtype)
     gather(column, slots, values)
     return [store.ids(slots), values]
 
 
-def _store_of(name: str, ids: Ids, values: Array) -> MemoryStore:
-    store = MemoryStore()
+def _put(store: MemoryStore, name: str, ids: Ids, values: Array) -> None:
     store.ensure_column(name, values.shape[1], 0.0, values.dtype)
     slots = store.insert(ids)
     scatter(store.column(name), slots, values)
-    return store

@@ -30,6 +30,7 @@ from fleet.ps.table.compensation import Compensation
 from fleet.ps.table.dense_blocks import DenseBlocks, Gradient
 from fleet.ps.table.eviction import Last
 from fleet.ps.table.frozen_view import FrozenView, HandOn, described, without
+from fleet.ps.table.given import Given
 from fleet.ps.table.history import History
 from fleet.ps.table.living_table import Life, LivingTable
 from fleet.ps.table.row_file import Backlog, Reading
@@ -154,7 +155,7 @@ class Shard:
         self._add_tables()
 
     @property
-    def readers(self) -> Compensation | Changes | None:
+    def readers(self) -> Given | None:
         """Return the record of what each worker was given, in modes that keep one."""
         return self.compensation if self.changes is None else self.changes
 
