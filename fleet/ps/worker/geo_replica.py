@@ -12,6 +12,7 @@ A row is fetched when it is first trained here, and is held from then on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -34,7 +35,7 @@ from fleet.ps.worker.lookups import RowReader
 from fleet.ps.worker.progress import ReadAt
 from fleet.ps.worker.push import Change, Clocks, Push, Pusher, Rows, pack
 from fleet.ps.worker.step import UserGradients
-from fleet.ps.worker.trained_model import DenseValues, Flat, ParameterWriter, TrainedModel
+from fleet.ps.worker.trained_model import DenseValues, Flat, ParameterWriter, TrainedModel, laid_out
 
 
 class TableReplica:
@@ -191,6 +192,13 @@ class Replica:
         flat = [param.detach().reshape(-1).to("cpu") for param in self._described.params]
         return [pack(layout, flat) for layout in self._layouts]
 
+    def move(self, trained: TrainedModel) -> None:
+        """Go on with other servers, which have what the former ones had, in other blocks."""
+        former, self._layouts, self._writer = self._layouts, trained.layouts, trained.writer
+        self._agreed, self._written = (
+            laid_out(self._described.params, former, flats, self._layouts) for flats in (self._agreed, self._written)
+        )
+
     # ---------------------------------------------------------------- checkpoints
 
     def state(self) -> Iterator[Entry]:
@@ -270,6 +278,11 @@ class GeoTraining:
         if self.replica is not None and (self._unsent or (edits and self.replica.is_edited)):
             self._agree(self.replica)
 
+    def move(self) -> None:
+        """Go on with other servers."""
+        if self.replica is not None:
+            self.replica.move(self._trained)
+
     def edit(self, index: int, ids: Ids, rows: Array) -> None:
         """Take over rows of a table that the script has changed by itself."""
         assert self.replica is not None
@@ -278,15 +291,31 @@ class GeoTraining:
     def _agree(self, replica: Replica) -> None:
         """Send the servers what this worker has changed, and take in what the others have."""
         self._trained.description.check_types()
-        clocks = Clocks(self._values.read_at, self._rows.read_at)
-        frames, as_sent = self._pusher.encode_change(replica.change(), clocks, self._unsent, self._state)
+        frames, as_sent = self._pusher.encode_change(replica.change(), self._clocks, self._unsent, self._state)
+        self._pusher.deliver(self._push(replica, frames, as_sent))
+
+    @property
+    def _clocks(self) -> Clocks:
+        return Clocks(self._values.read_at, self._rows.read_at)
+
+    def _push(self, replica: Replica, frames: Sequence[Frame], as_sent: Change) -> Push:
+        """Return what brings a change to the servers there are, and to others should the job move meanwhile. Those have
+        it or not, so it stays to the bit what it was."""
+        trained, steps, state = self._trained, self._unsent, self._state
+        layouts, params = trained.layouts, trained.description.params
 
         def take(replies: Sequence[Frame]) -> None:
             replica.agree(as_sent, self._values.read(replies), list(self._changed_rows(replies)))
             self._unsent, self._state = 0, None
 
+        def anew() -> Push:
+            moved = replace(as_sent, dense=laid_out(params, layouts, as_sent.dense, trained.layouts))
+            others, _ = self._pusher.encode_change(moved, self._clocks, steps, state, plain=True)
+            others[0].message.push.keeping.CopyFrom(frames[0].message.push.keeping)
+            return self._push(replica, others, moved)
+
         # Half an exchange with the servers would be made once more with the next.
-        self._pusher.deliver(Push(self._unsent, frames, take, at_a_stretch=True))
+        return Push(steps, frames, take, at_a_stretch=True, plan=trained.plan, anew=anew)
 
     def _changed_rows(self, replies: Sequence[Frame]) -> Iterator[tuple[int, Array, Array]]:
         """Yield table, ids and values of the rows that others have changed."""

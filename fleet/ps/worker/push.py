@@ -121,8 +121,8 @@ class Change:
 @dataclass(frozen=True)
 class Push:
     """Is sent to all servers as one step of the worker. It has the number of the user's steps in it, a frame for each
-    server, and what to do with the answers: ``at_a_stretch`` where that must not be interrupted. The ``gradients`` that
-    it was made of are there where it can be made anew, for other servers than those of this ``plan``."""
+    server, and what to do with the answers: ``at_a_stretch`` where that must not be interrupted. It is for the servers
+    of a ``plan``; for others it is made anew, of the ``gradients`` that it was made of, or by ``anew``."""
 
     steps: int
     frames: Sequence[Frame]
@@ -130,6 +130,7 @@ class Push:
     at_a_stretch: bool = False
     gradients: Gradients | None = None
     plan: Plan | None = None
+    anew: Callable[[], Push] | None = None
 
     def copied(self) -> Push:
         """Return the same push, independent of the user's gradients from now on."""
@@ -434,7 +435,11 @@ class Pusher:
     def _cut_anew(self, push: Push) -> Push:
         """Return a push for the servers that there are now. Gradients that had left ahead are in it."""
         gradients = push.gradients
-        if gradients is None or push.plan is self._trained.plan:
+        if push.plan is self._trained.plan:
+            return push
+        if push.anew is not None:
+            return push.anew()
+        if gradients is None:
             return push
         read = gradients.read.moved(len(self._connections.by_server))
         dense = gradients.dense if gradients.whole is None else gradients.whole
@@ -493,25 +498,27 @@ class Pusher:
         """Return the frames, and what to call when they have arrived. Their answer ``brings_values``, or does not."""
         layouts = self._trained.layouts
         dense, arrived = self._feedback.encode([cut(layout, gradients.dense) for layout in layouts])
-        return self._frames(gradients, dense, self._encoded_rows(gradients.rows), brings_values=brings_values), arrived
+        rows = self._encoded_rows(gradients.rows, self._narrow)
+        return self._frames(gradients, dense, rows, self._narrow, brings_values=brings_values), arrived
 
     def encode_change(
-        self, change: Change, clocks: Clocks, steps: int, state: Array | None
+        self, change: Change, clocks: Clocks, steps: int, state: Array | None, *, plain: bool = False
     ) -> tuple[list[Frame], Change]:
-        """Return the frames, and the change as servers will read it."""
-        layouts = self._trained.layouts
+        """Return the frames, and the change as servers will read it: ``plain`` as it is, whatever others travel in."""
+        layouts, narrow = self._trained.layouts, Narrow(None) if plain else self._narrow
         packed = [without_zeros(layout, flat) for layout, flat in zip(layouts, change.dense, strict=True)]
-        dense = [(present, encoded(self._narrow, flat)) for present, flat in packed]
-        rows = self._encoded_rows(change.rows)
-        as_sent = as_read(self._narrow, layouts, change, dense, rows)
+        dense = [(present, encoded(narrow, flat)) for present, flat in packed]
+        rows = self._encoded_rows(change.rows, narrow)
+        as_sent = as_read(narrow, layouts, change, dense, rows)
         what = Gradients((), change.rows, clocks, self._trained.description.options(), steps, state=state)
-        return self._frames(what, dense, rows), as_sent
+        return self._frames(what, dense, rows, narrow), as_sent
 
     def _frames(
         self,
         gradients: Gradients,
         dense: Sequence[Sent],
         rows: Mapping[int, Sequence[WireTensor]],
+        narrow: Narrow,
         *,
         brings_values: bool = True,
     ) -> list[Frame]:
@@ -549,13 +556,14 @@ class Pusher:
                 token=token,
                 unplaced=is_placed_later(server),
                 own_seconds=own_s,
+                plain=narrow is not self._narrow,
             )
             own = self._own_states.attach_to(message, gradients.state) if server == 0 else []
-            return Frame(connection.request(step, push=message), [*tensors, *self._joined(here), *own])
+            return Frame(connection.request(step, push=message), [*tensors, *self._joined(here, narrow), *own])
 
         return [push(server, connection) for server, connection in enumerate(self._connections.by_server)]
 
-    def _joined(self, here: Mapping[int, Sequence[WireTensor]]) -> list[WireTensor]:
+    def _joined(self, here: Mapping[int, Sequence[WireTensor]], narrow: Narrow) -> list[WireTensor]:
         """Return what travels of all tables that have rows for a server: the ids, the gradients, and weights if there
         are any."""
         if not here:
@@ -563,23 +571,23 @@ class Pusher:
         specs, parts = [self._trained.plan.spec.tables[index] for index in here], [*here.values()]
         tensors = [rows_joined([ids for ids, *_ in parts])]
         for run in runs_of(specs):
-            for place in range(self._narrow.parts(specs[run.start].dtype)):
+            for place in range(narrow.parts(specs[run.start].dtype)):
                 tensors.append(rows_joined([each[1 + place] for each in parts[run]]))
         weights = [each[-1] for each, spec in zip(parts, specs, strict=True) if spec.goes_by_weight]
         return [*tensors, rows_joined(weights)] if weights else tensors
 
-    def _encoded_rows(self, rows: Mapping[int, Rows]) -> dict[int, list[WireTensor]]:
+    def _encoded_rows(self, rows: Mapping[int, Rows], narrow: Narrow) -> dict[int, list[WireTensor]]:
         """Return of every table the ids, and what travels of their gradients."""
         worker, step = self._worker, self._progress.completed + 1
         sent = {}
         for index, (ids, grads) in rows.items():
             chance = None
-            if self._narrow.is_whole:
+            if narrow.is_whole:
                 chance = torch.from_numpy(noise(packed_ids(ids), grads.shape[1], worker, step))
-            if self._narrow.is_plain:
+            if narrow.is_plain:
                 sent[index] = [WireTensor.of(ids), WireTensor.of(grads)]
             else:
-                sent[index] = [WireTensor.of(ids), *self._narrow.encode(torch.from_numpy(grads), chance)]
+                sent[index] = [WireTensor.of(ids), *narrow.encode(torch.from_numpy(grads), chance)]
         return sent
 
     def _by_server(self, tensors: Sequence[WireTensor]) -> list[Sequence[WireTensor]]:

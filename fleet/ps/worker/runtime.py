@@ -197,7 +197,7 @@ class WorkerRuntime:
                 self.cuts.settle()
             if self.assignment.index == 0:
                 initialize(self.connections, trained, answers)
-            self._begin_from(self.following(lambda: self._values.fetch("initial parameters")))
+            self.following(lambda: self._begin_from(self._values.fetch("initial parameters")))
             if self._dense is not None:
                 self._dense.start()
         except BaseException as error:
@@ -373,6 +373,8 @@ class WorkerRuntime:
             known = hop.move.number
         if self._has_begun:
             self._values.move(layouts)
+            if self._geo is not None:
+                self._geo.move()
             self._training.grow()
             self._forked = None
             self.trained.forget_whole_tables()
@@ -449,7 +451,7 @@ class WorkerRuntime:
                 self.following(self._prepare_step)
                 self.trained.outdate_whole_tables()
                 if self._geo is not None:
-                    self._geo.step(update)
+                    self._step_alone(self._geo, update)
                 else:
                     is_taken = self.dense.step(update, if_finite=if_finite)
                     with nullcontext() if is_taken else self.trained.description.tables_aside():
@@ -459,6 +461,13 @@ class WorkerRuntime:
             except FleetError:
                 self.connections.note_reported()
                 raise
+
+    def _step_alone(self, geo: GeoTraining, update: Callable[[], None]) -> None:
+        try:
+            geo.step(update)
+        except ServersMovedError:
+            self._follow()
+            self.following(self._finish_push)
 
     def set_synchronized(self, wanted: bool) -> bool:
         """Set whether backwards average dense gradients from now on, and return what it was before."""
@@ -486,13 +495,13 @@ class WorkerRuntime:
     def flush(self) -> None:
         """Have everything applied that this worker has computed, and that its script has changed."""
         self._send_edits()
-        if self._geo is not None:
-            self._geo.flush(edits=not self.turns.is_other_thread)
         self.following(self._flush)
         self.own_states.wait_until_given()
 
     def _flush(self) -> None:
         self._pusher.finish_interrupted()  # the servers may have moved while a rest of gradients was pushed
+        if self._geo is not None:
+            self._geo.flush(edits=not self.turns.is_other_thread)
         self._training.flush()
 
     def finish_interrupted(self, call: str) -> None:
@@ -588,7 +597,7 @@ class WorkerRuntime:
 
     def _fetch_to_train(self, index: int, ids: Ids) -> Array:
         with self.figures.pull:
-            return self.rows.fetch(index, ids, self.progress.completed, training=True)
+            return self.following(lambda: self.rows.fetch(index, ids, self.progress.completed, training=True))
 
     def prefetch(self, wanted: Sequence[Wanted], steps: int) -> dict[int, Prefetched]:
         """Begin to fetch what a forward will ask for after so many more ``steps``."""
