@@ -78,6 +78,19 @@ def flush(fleet: Fleet) -> None:
     worker_of(fleet).flush()
 
 
+def exchange(fleet: Fleet) -> None:
+    """Let a GEO worker agree with the servers at once."""
+    geo = worker_of(fleet)._geo
+    geo._agree(geo.replica)
+
+
+def summed_up(fleet: Fleet) -> tuple[list[Any], list[Any]]:
+    """Of a GEO worker, server by server: the dense values that it has agreed on, and how far it has come since."""
+    replica = worker_of(fleet).replica
+    ahead = [{dtype: each * fleet.worker_num() for dtype, each in flat.items()} for flat in replica.change().dense]
+    return replica._agreed, ahead
+
+
 def lines_of(worker: Any) -> Any:
     """The worker's connections to all servers, which it asks together."""
     return worker.connections

@@ -19,7 +19,20 @@ import torch
 from dying import ANSWERED, ENVIRON, MOMENTS, DyingJob, at
 from faults import Action, Fault, FaultyNetwork
 from harness import PATIENT, SOON, Job, until
-from inside import connections, found_job, is_copying, leave, refresh, wanted_servers, worker_of
+from inside import (
+    completed,
+    connections,
+    exchange,
+    flush,
+    found_job,
+    is_copying,
+    leave,
+    refresh,
+    summed_up,
+    under_way,
+    wanted_servers,
+    worker_of,
+)
 from patience import PATIENCE_S
 from test_elastic import ELASTIC, part
 from test_feed import Followed, source_of
@@ -581,7 +594,7 @@ def resumed_after(number: int, *, after: bool, mode: str | None = None, to: str 
 
 @pytest.mark.chaos
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("mode", [None, "async", "async, all_reduce", "gba", "auto"])
+@pytest.mark.parametrize("mode", [None, "async", "async, all_reduce", "gba", "auto", "dc_asgd"])
 @pytest.mark.parametrize("after", [False, True], ids=["before it arrives", "after it is carried out"])
 def test_a_mover_that_is_killed_at_any_message_leaves_no_half_of_a_move(after: bool, mode: str | None) -> None:
     number, struck = 1, "some"
@@ -596,15 +609,20 @@ def assert_went_on(results: list[Any], mode: str | None) -> None:
     if mode is None:
         assert_same(results, undisturbed())
         return
-    for _, state in results:
-        for name, value in state.items():
-            torch.testing.assert_close(value, undisturbed_a_little(mode)[name], rtol=1e-5, atol=1e-6)
+    assert_close([state for _, state in results], undisturbed_a_little(mode))
 
 
 @functools.cache
-def undisturbed_a_little(mode: str) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = Job(training_freely("adagrad", mode, None, STEPS), 2, 2).run()[0]
-    return found
+def undisturbed_a_little(mode: str) -> list[dict[str, torch.Tensor]]:
+    return Job(training_freely("adagrad", mode, None, STEPS, moved_after=MOVED_AFTER), 2, 2).run()
+
+
+def assert_close(got: Sequence[dict[str, torch.Tensor]], expected: Sequence[dict[str, torch.Tensor]]) -> None:
+    """What each worker has in the end. The order of updates is another one."""
+    for state, other in zip(got, expected, strict=True):
+        assert state.keys() == other.keys()
+        for name, value in state.items():
+            torch.testing.assert_close(value, other[name], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.chaos
@@ -648,7 +666,13 @@ IN_BUFFERS = {
     "auto": lambda: StrategyFactory.create_auto_strategy(staleness=99),
     "auto, gba": lambda: StrategyFactory.create_auto_strategy(staleness=99, changes=[3]),
 }
-ALL_MODES = {**MODES, **AMONG_WORKERS, **IN_BUFFERS}
+#: Those whose servers remember what each worker was given. Compensation that is to change next to nothing leaves it to
+#: others to show that the right values are remembered.
+GIVEN = {
+    "geo": lambda: StrategyFactory.create_geo_strategy(2),
+    "dc_asgd": lambda: StrategyFactory.create_async_strategy(dc_asgd_lambda=1e-9),
+}
+ALL_MODES = {**MODES, **AMONG_WORKERS, **IN_BUFFERS, **GIVEN}
 
 
 class Constant(torch.nn.Module):
@@ -687,6 +711,8 @@ def training_freely(
             pause(step)
             if step == moved_after and then is not None and worker == 0:
                 fleet.resize_servers(then)
+            elif step == moved_after and worker == 0:
+                flush(fleet)  # as who moves does
             optimizer.zero_grad()
             before = [param.detach().clone() for param in model.large.parameters()]
             loss = model()
@@ -694,15 +720,21 @@ def training_freely(
             loss.backward()
             optimizer.step()
         fleet.barrier_worker()
-        return fleet.state_dict(model)
+        for each in range(fleet.worker_num() if mode == "geo" else 0):  # each hears what all have done, in turn
+            if each == worker:
+                exchange(fleet)
+            fleet.barrier_worker()
+        here = dict(model.named_parameters()) if mode == "geo" else {}  # where each has values of its own
+        if here:
+            here["table.weight"] = model.table(torch.arange(40))
+        return {**fleet.state_dict(model), **{f"{name}, here": value.detach() for name, value in here.items()}}
 
     return body
 
 
 @functools.cache
-def undisturbed_freely(optimizers: str, mode: str) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = Job(training_freely(optimizers, mode, None), 3, 2).run()[0]
-    return found
+def undisturbed_freely(optimizers: str, mode: str) -> list[dict[str, torch.Tensor]]:
+    return Job(training_freely(optimizers, mode, None), 3, 2).run()
 
 
 @pytest.mark.parametrize("optimizers", OPTIMIZERS)
@@ -716,11 +748,8 @@ def test_every_update_counts_once_where_workers_share_no_steps(optimizers: str, 
     late = [Fault(Action.DELAY, last, kind=kind, times=None, delay_s=0.01) for kind in ("push", "place")]
     network = FaultyNetwork(LoopbackNetwork(), *late)
     body = training_freely(optimizers, mode, names(then))
-    for state in Resized(body, first, then, workers=3, network=network).run():
-        expected = undisturbed_freely(optimizers, mode)
-        assert state.keys() == expected.keys()
-        for name, value in state.items():
-            torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
+    states = Resized(body, first, then, workers=3, network=network).run()
+    assert_close(states, undisturbed_freely(optimizers, mode))
 
 
 @pytest.mark.parametrize("kind", ["halt", "fill", "switch", "hello", "push", "pull"])
@@ -735,10 +764,8 @@ def test_no_message_has_to_arrive_the_first_time_where_workers_share_no_steps(
     ]
     network = FaultyNetwork(LoopbackNetwork(), *faults)
     body = training_freely("momentum", mode, names([1, 2]))
-    for state in Resized(body, [0, 1], [1, 2], workers=3, network=network).run():
-        for name, value in state.items():
-            expected = undisturbed_freely("momentum", mode)[name]
-            torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
+    states = Resized(body, [0, 1], [1, 2], workers=3, network=network).run()
+    assert_close(states, undisturbed_freely("momentum", mode))
 
 
 def test_nobody_waits_for_a_push_whose_worker_does_not_know_that_it_is_lost() -> None:
@@ -937,7 +964,14 @@ def test_a_push_that_waits_for_others_moves_to_the_bit(what: str, optimizers: st
 
 @pytest.mark.parametrize(
     ("mode", "kind", "server"),
-    [("half_async", "push", 1), ("gba", "push", 1), ("gba", "push", 0), ("gba", "place", 1), ("auto, gba", "place", 1)],
+    [
+        ("half_async", "push", 1),
+        ("geo", "push", 1),
+        ("gba", "push", 1),
+        ("gba", "push", 0),
+        ("gba", "place", 1),
+        ("auto, gba", "place", 1),
+    ],
 )
 @pytest.mark.pairs(3)
 def test_a_server_takes_what_others_have_before_it_moves(
@@ -945,20 +979,115 @@ def test_a_server_takes_what_others_have_before_it_moves(
 ) -> None:
     """The pushes of one worker reach one server only when the others stand still, or it hears later what they are part
     of."""
-    asked, let_go = list[Any](), resizing.Copy._let_go
+    asked, let_go, halts = list[Any](), resizing.Copy._let_go, threading.Event()
 
     def noted(copy: Any, connection: Any, number: int, delivered: Any = None, buffers: Any = ()) -> Any:
         asked.append(delivered or buffers)
+        if number == 0 and not halts.is_set():
+            halts.set()
+            gates = [found_job(job.service(each)).rounds.gate for each in job.endpoints]
+            until(lambda: kind != "push" or len({gate.delivered(1) for gate in gates}) > 1)
         return let_go(copy, connection, number, delivered, buffers)
+
+    def pause(step: int) -> None:
+        if step == 7:  # nobody gets further until the one that moves the job has come to that
+            until(halts.is_set)
 
     monkeypatch.setattr(resizing.Copy, "_let_go", noted)
     late = Fault(Action.DELAY, Endpoint.parse(f"server{server}:1"), 1, kind=kind, times=None, delay_s=0.2)
     network = FaultyNetwork(LoopbackNetwork(), late)
-    states = Resized(training_freely("adam", mode, names([1, 2]), 12), [0, 1], [1, 2], 3, network=network).run()
+    body = training_freely("adam", mode, names([1, 2]), 12, moved_after=6, pause=pause)
+    job = Resized(body, [0, 1], [1, 2], 3, network=network)
+    states = job.run()
     assert any(asked)
-    expected = Job(training_freely("adam", mode, None, 12), 3, 2).run()[0]
-    for name, value in states[0].items():
-        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
+    assert_close(states, Job(training_freely("adam", mode, None, 12, moved_after=6), 3, 2).run())
+
+
+#: What servers remember of what each worker was given: what it was, and what has been compensated for; which rows it
+#: holds, and which of them it is to be told of.
+REMEMBERED: dict[str, Callable[[], Any]] = {
+    "geo": lambda: StrategyFactory.create_geo_strategy(2),
+    "geo, bf16": lambda: StrategyFactory.create_geo_strategy(2, wire_dtype="bf16"),
+    "dc_asgd": lambda: StrategyFactory.create_half_async_strategy(max_merge_var_num=1, dc_asgd_lambda=9.0),
+    "adaptive": lambda: StrategyFactory.create_half_async_strategy(
+        max_merge_var_num=1, dc_asgd_lambda=9.0, dc_asgd_adaptive=True
+    ),
+}
+
+
+def one_after_the_other(what: str, then: list[str] | None) -> Callable[[Fleet, int], Any]:
+    """What moves when the second worker has computed, and has not told what."""
+    turns = threading.Barrier(2, timeout=PATIENCE_S)
+
+    def body(fleet: Fleet, worker: int) -> Any:
+        model = model_of_all()
+        optimizer = fleet.distributed_optimizer(OPTIMIZERS["adagrad"](model), REMEMBERED[what](), model=model)
+        fleet.init_worker()
+        losses = []
+        for step in range(8):
+            turns.wait()
+            loss = model(ids_of(worker, step))
+            loss.backward()
+            for each in range(2):
+                turns.wait()
+                if each == worker:
+                    optimizer.step()
+                if each == worker == 0 and step == MOVED_AFTER and then is not None:
+                    fleet.resize_servers(then)
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        turns.wait()
+        return losses, fleet.state_dict(model)
+
+    return body
+
+
+@functools.cache
+def undisturbed_in_order(what: str) -> Any:
+    return Job(one_after_the_other(what, None), 2, 2).run()
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("what", REMEMBERED)
+@pytest.mark.pairs
+def test_what_servers_remember_of_workers_moves_to_the_bit(what: str, move: str) -> None:
+    first, then = MOVES[move]
+    got, expected = Resized(one_after_the_other(what, names(then)), first, then).run(), undisturbed_in_order(what)
+    assert_same(got, expected)
+
+
+@pytest.mark.parametrize("action", [Action.DROP_REQUEST, Action.DROP_REPLY])
+def test_a_change_that_was_rounded_is_the_same_for_other_servers(action: Action) -> None:
+    """Whose parts of it have other scales. The former ones have it, and the worker does not know, or they do not."""
+    lost = [Fault(action, Endpoint.parse(each), 1, kind="push", step=3, times=None) for each in names([0, 1])]
+    inputs, begin, fleets = torch.linspace(0.5, 1.5, 9000), torch.zeros(3, 9000), dict[int, Fleet]()
+
+    def is_in_doubt() -> bool:
+        if action is Action.DROP_REQUEST:
+            return completed(fleets[1]) == 2 and any(under_way(fleets[1]))
+        return all(found_job(job.service(each)).rounds.gate.delivered(1) == 3 for each in names([0, 1]))
+
+    def body(fleet: Fleet, worker: int) -> Any:
+        model = torch.nn.Linear(9000, 3, bias=False)
+        with torch.no_grad():
+            model.weight.copy_(begin)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = fleet.distributed_optimizer(sgd, StrategyFactory.create_geo_strategy(1, wire_dtype="int8"))
+        fleet.init_worker()
+        fleets[worker] = fleet
+        for step in range(6):
+            if worker == 0 and step == 3:
+                until(lambda: 1 in fleets and is_in_doubt())
+                fleet.resize_servers(names([2, 3, 4]))
+            optimizer.minimize(model(inputs).sum())
+        fleet.barrier_worker()
+        if worker == 0:
+            exchange(fleet)  # and so know what all have told
+        return [torch.cat([flat["float32"] for flat in flats]).view(3, 9000) for flats in summed_up(fleet)]
+
+    job = Resized(body, [0, 1], [2, 3, 4], network=FaultyNetwork(LoopbackNetwork(), *lost))
+    (agreed, ahead), (_, ahead_too) = job.run()
+    torch.testing.assert_close(agreed + ahead + ahead_too, begin - 0.1 * 6 * 2 * inputs, rtol=1e-6, atol=1e-5)
 
 
 def test_who_starts_again_with_the_old_list_is_told_the_new_one() -> None:
@@ -1422,27 +1551,6 @@ def test_workers_join_and_leave_around_a_move(mode: str, asks: bool) -> None:
     assert job.errors == {}
 
 
-@pytest.mark.parametrize(
-    ("strategy", "reason"),
-    [
-        (lambda: StrategyFactory.create_half_async_strategy(dc_asgd_lambda=0.1), "the mode 'half_async'"),
-        (lambda: fleet_package.StrategyFactory.create_geo_strategy(2), "the mode 'geo'"),
-        (lambda: StrategyFactory.create_async_strategy(dc_asgd_lambda=0.1), "the mode 'async'"),
-    ],
-)
-def test_a_job_that_cannot_move_says_why_and_goes_on(strategy: Callable[[], Any], reason: str) -> None:
-    def body(fleet: Fleet, worker: int) -> None:
-        model = torch.nn.Linear(2, 1)
-        optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), strategy())
-        fleet.init_worker()
-        with pytest.raises(UnsupportedError, match=reason):
-            fleet.resize_servers(names([0, 1]))
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-
-    Job(body).run()
-
-
 # ---------------------------------------------------------------------------------------------- followers
 
 
@@ -1527,9 +1635,7 @@ def moved_durably(
     if mode is None:
         assert_same(results, undisturbed())
     else:
-        for state in results:
-            for name, value in state.items():
-                torch.testing.assert_close(value, undisturbed_a_little(mode)[name], rtol=1e-5, atol=1e-6)
+        assert_close(results, undisturbed_a_little(mode))
     return job
 
 
@@ -1542,7 +1648,7 @@ def test_durable_servers_give_their_job_to_others(tmp_path: Path, mode: str | No
 
 @pytest.mark.chaos
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("mode", [None, "async", "async, all_reduce", "gba", "auto"])
+@pytest.mark.parametrize("mode", [None, "async", "async, all_reduce", "gba", "auto", "geo", "dc_asgd"])
 @pytest.mark.parametrize("server", range(3), ids=["leaves", "stays", "comes"])
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_durable_servers_that_are_killed_at_any_message_of_a_move(
@@ -1556,7 +1662,7 @@ def test_durable_servers_that_are_killed_at_any_message_of_a_move(
     assert number > 4
 
 
-@pytest.mark.parametrize("mode", [None, "async", "gba"])
+@pytest.mark.parametrize("mode", [None, "async", "gba", "geo", "dc_asgd"])
 @pytest.mark.parametrize("journal_bytes", [1, 2000, 1 << 30])
 @pytest.mark.pairs
 def test_servers_that_a_job_has_moved_to_keep_it(tmp_path: Path, journal_bytes: int, mode: str | None) -> None:
@@ -1750,14 +1856,14 @@ def test_all_servers_keep_their_state_or_none(tmp_path: Path, is_durable: bool) 
 # ---------------------------------------------------------------------------------------------- asked from outside
 
 
-def asked_meanwhile(optimizers: str, strategy: Any = None) -> tuple[Callable[[Fleet, int], Any], threading.Event]:
+def asked_meanwhile(optimizers: str) -> tuple[Callable[[Fleet, int], Any], threading.Event]:
     """What trains, and stops after some steps until its first worker hears of other servers, takes a step, stops until
     it has copied what there is, takes a step, and stops until it is told to go on."""
     goes_on = threading.Event()
 
     def body(fleet: Fleet, worker: int) -> Any:
         model = model_of_all()
-        optimizer = fleet.distributed_optimizer(OPTIMIZERS[optimizers](model), strategy, model=model)
+        optimizer = fleet.distributed_optimizer(OPTIMIZERS[optimizers](model), model=model)
         fleet.init_worker()
         losses = []
         for step in range(STEPS):
@@ -1932,30 +2038,15 @@ def move_from_outside(job: Resized) -> None:
         channel.start(Frame(pb.Request(rearrange=pb.Rearrange(endpoints=job.then))), 10.0).result()
 
 
-def test_a_job_that_cannot_move_says_so_at_once() -> None:
-    body, goes_on = asked_meanwhile("adagrad", StrategyFactory.create_geo_strategy(2))
-    job = Resized(body, [0, 1], [0, 1], environ=BEATING)
-    threads = job.start()
-    try:
-        with pytest.raises(UnsupportedError, match="the mode 'geo'"):
-            changed(job, "remove", 1)
-    finally:
-        goes_on.set()
-        job.join(threads)
-    assert job.errors == {}
-
-
 # ---------------------------------------------------------------------------------------------- drained
 
 
-def steps_until(
-    ends: threading.Event, mode: Callable[[], Any] | None = None
-) -> Callable[[Fleet, int], dict[str, torch.Tensor]]:
+def steps_until(ends: threading.Event) -> Callable[[Fleet, int], dict[str, torch.Tensor]]:
     """What trains until an event is set, and as many steps after it as a move may need."""
 
     def body(fleet: Fleet, worker: int) -> dict[str, torch.Tensor]:
         model = constant()
-        optimizer = fleet.distributed_optimizer(OPTIMIZERS["adagrad"](model), mode and mode(), model=model)
+        optimizer = fleet.distributed_optimizer(OPTIMIZERS["adagrad"](model), model=model)
         fleet.init_worker()
         while True:
             optimizer.minimize(model())
@@ -2091,16 +2182,20 @@ def test_a_server_that_joins_is_not_ready_while_nobody_answers(monkeypatch: pyte
 def test_a_job_that_does_not_take_a_server_in_says_why(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def refused(*_: object) -> None:
+        raise StateError("it is to fail")
+
     monkeypatch.setattr(runtime, "ASKS_S", 0.3)
+    monkeypatch.setattr(resizing.Copy, "move", refused)
     ends = threading.Event()
-    job = Resized(steps_until(ends, lambda: StrategyFactory.create_geo_strategy(2)), [0], [0], environ=BEATING)
+    job = Resized(steps_until(ends), [0], [0], environ=BEATING)
     threads = job.start()
     until(lambda: job.service("server0:1") is not None)
     until(lambda: job.service("server0:1").job is not None)
     joiner = Joiner(job, "server1:1", ["server0:1"])
     try:
         until(lambda: "goes on without this server" in caplog.text)
-        assert "geo" in caplog.text
+        assert "it is to fail" in caplog.text
         assert not joiner.is_ready.is_set()
     finally:
         ends.set()
@@ -2109,16 +2204,15 @@ def test_a_job_that_does_not_take_a_server_in_says_why(
         joiner.thread.join(PATIENCE_S)
 
 
-@pytest.mark.parametrize("why", ["it is the only one", "the mode", "the move is refused"])
+@pytest.mark.parametrize("why", ["it is the only one", "the move is refused"])
 def test_a_server_that_cannot_be_drained_ends_the_job(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object) -> None:
         raise StateError("it is to fail")
 
     if why == "the move is refused":
         monkeypatch.setattr(resizing.Copy, "move", refused)
-    mode = (lambda: StrategyFactory.create_geo_strategy(2)) if why == "the mode" else None
     ends, servers = threading.Event(), [0] if why == "it is the only one" else [0, 1]
-    job = Resized(steps_until(ends, mode), servers, servers, environ=BEATING)
+    job = Resized(steps_until(ends), servers, servers, environ=BEATING)
     threads = job.start()
     until(lambda: job.service("server0:1") is not None)
     service = job.service("server0:1")

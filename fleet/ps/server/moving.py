@@ -41,7 +41,6 @@ from fleet.errors import (
 )
 from fleet.numeric.tensors import WireTensor
 from fleet.ps.consistency.membership import Standing
-from fleet.ps.consistency.movable import ATTEMPT, refuse_unmovable
 from fleet.ps.server.durability.durability import Durability, note_move
 from fleet.ps.server.durability.snapshot import state_of
 from fleet.ps.server.durability.state_directory import Kind
@@ -52,9 +51,11 @@ from fleet.ps.server.pending import Arrival, Outbox
 from fleet.ps.server.staging import KILLED, MEETINGS, RECORDS, Staging, stale
 from fleet.ps.server.step_requests import StepRequests, push_of
 from fleet.ps.server.wanted_servers import WantedServers
+from fleet.ps.table.given import NOTHING
 from fleet.ps.table.shard import Shard
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
+from fleet.ps.wire.move_names import ATTEMPT, GIVEN, PUSHED, given_cursor, read_given_cursor
 from fleet.ps.wire.transport import Respond
 from fleet.ps.wire.wire_errors import error_reply
 
@@ -62,9 +63,9 @@ _log = logging.getLogger("fleet.server")
 
 #: Under this name a copy goes on from the epochs of its rounds.
 _BASE = "move"
-#: What the state of a server that stands still says of pushes: what is in its buffers, what waits there, how many
-#: updates wait for a norm, and what comes again. A cursor that begins with the second asks for such a push.
-BUFFERS, PUSHED, DUE, AGAIN = "buffers", "pushed:", "due", "again"
+#: What the state of a server that stands still says of pushes beside what waits there: what is in its buffers, how many
+#: updates wait for a norm, and what comes again.
+BUFFERS, DUE, AGAIN = "buffers", "due", "again"
 
 
 @dataclass
@@ -294,6 +295,9 @@ class Moving:
         if arrival.request.export.cursor.startswith(PUSHED):
             self._export_pushed(job, arrival)
             return
+        if arrival.request.export.cursor.startswith(GIVEN):
+            self._export_given(job, arrival)
+            return
         piece = copying.shard.export(arrival.request.export.cursor, copying.since)
         about = json.dumps({"tensors": list(piece.tensors), **piece.about})
         reply = pb.Reply(version=job.rounds.gate.version, cursor=piece.next_cursor, about=about)
@@ -324,6 +328,16 @@ class Moving:
         reply.about = json.dumps(about)
         rows = [WireTensor.of(each) for pair in contribution.rows.values() for each in pair]
         arrival.answer(reply, [*map(WireTensor.of, flats.values()), *rows, *map(WireTensor.of, weights.values())])
+
+    def _export_given(self, job: Job, arrival: Arrival) -> None:
+        """Answer with a piece of what a worker was given; with nothing if it has gone meanwhile."""
+        worker, table, start = read_given_cursor(arrival.request.export.cursor)
+        readers = job.held().readers
+        piece = NOTHING if readers is None else readers.piece((worker, table), start)
+        cursor = "" if piece.stop is None else given_cursor(worker, table, piece.stop)
+        about = json.dumps({GIVEN: [worker, table], "dtypes": [*piece.dtypes]})
+        reply = pb.Reply(version=job.rounds.gate.version, cursor=cursor, about=about)
+        arrival.answer(reply, [WireTensor.of(each) for each in piece.tensors])
 
     def _stand_still(self, job: Job, arrival: Arrival) -> None:
         request, copying = arrival.request, self._copying
@@ -356,6 +370,7 @@ class Moving:
         state = state_of(job, shard, self._members.dump(), open_pushes, anew=True)
         state[BUFFERS], state[DUE] = job.rounds.gate.buffers(0), len(job.rounds.due)
         state[PUSHED], state[AGAIN] = [each for each in job.rounds.pushed if each not in again], again
+        state[GIVEN] = [] if shard.readers is None else shard.readers.keys
         records: list[tuple[str, bytes]] = []
         if shard.server == 0:
             for number, outcome in job.reductions.outcomes():
@@ -385,7 +400,6 @@ class Moving:
             raise ServerBusyError("pushes that other servers have are on their way", where=self._where, got=behind)
 
     def _check_may_move(self, job: Job, worker: int) -> None:
-        refuse_unmovable(job.plans.current.spec)
         if not job.is_whole or job.plans.outgrown:
             # They have all joined after a step, for which others wait that whoever moves the job has not taken.
             raise MissedError(

@@ -12,8 +12,10 @@ from fleet.checkpoint.manifest import COUNTS, DENSE, TABLE
 from fleet.errors import CheckpointError, ProtocolError
 from fleet.numeric.tensors import WireTensor
 from fleet.ps.server.checkpoint_reader import restore_piece, take_counts, write_whole
+from fleet.ps.table.given import GivenPiece
 from fleet.ps.table.living_table import LivingTable
 from fleet.ps.table.shard import Shard
+from fleet.ps.wire.move_names import GIVEN
 
 
 class Refill:
@@ -34,6 +36,8 @@ class Refill:
         try:
             if DENSE in about:
                 self._assembly.add(about[DENSE], [tensor.torch() for tensor in tensors])
+            elif GIVEN in about:
+                self._take_given(about, tensors)
             elif COUNTS in about:
                 self._counted.append((self._living(about[COUNTS]), about, [tensor.torch() for tensor in tensors]))
             else:
@@ -44,6 +48,13 @@ class Refill:
             raise ProtocolError(
                 "a piece of a server's state does not fit", where=self._where, got=repr(error)
             ) from None
+
+    def _take_given(self, about: Mapping[str, Any], tensors: Sequence[WireTensor]) -> None:
+        worker, table = about[GIVEN]
+        if self._shard.readers is None or (table is not None and table >= len(self._shard.tables)):
+            raise LookupError("nobody remembers that here")
+        found = [tensor.torch() if table is None else tensor.numpy() for tensor in tensors]
+        self._shard.readers.take_over((worker, table), GivenPiece(found, about["dtypes"]))
 
     def _living(self, name: str) -> LivingTable:
         table = self._tables[name]

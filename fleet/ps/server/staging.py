@@ -27,7 +27,6 @@ from fleet.errors import (
 from fleet.numeric.tensors import WireTensor
 from fleet.plan.specs import JobSpec
 from fleet.ps.consistency.membership import MemberRecord
-from fleet.ps.consistency.movable import refuse_unmovable
 from fleet.ps.server.admission import check_fingerprint, check_job_id, check_share
 from fleet.ps.server.durability.durability import Durability, note_move
 from fleet.ps.server.durability.snapshot import recall, take_up
@@ -127,7 +126,6 @@ class Staging:
                 todo="Start it anew, without a checkpoint.",
             )
         spec, server = JobSpec.from_json(stage.spec), stage.server
-        refuse_unmovable(spec)
         self._check_servers(stage, spec, is_new=job is None)
         try:
             told = json.loads(stage.about)

@@ -7,18 +7,14 @@ The caller holds the server's lock.
 from __future__ import annotations
 
 import json
-import logging
 
 from fleet.base.cluster import Endpoint
-from fleet.errors import NotInitializedError, ProtocolError, UnsupportedError
-from fleet.ps.consistency.movable import refuse_unmovable
+from fleet.errors import NotInitializedError, ProtocolError
 from fleet.ps.server.job import Job
 from fleet.ps.server.job_end import JobEnd
 from fleet.ps.server.members import Members
 from fleet.ps.server.pending import Arrival
 from fleet.ps.wire import fleet_pb2 as pb
-
-_log = logging.getLogger("fleet.server")
 
 #: So many may be asked for.
 _MOST_SERVERS = 4096
@@ -57,7 +53,6 @@ class WantedServers:
             if self._wanted:
                 self._wanted, self._refusal = (), asked.failure
         elif asked.endpoints and not job.moves.is_left:
-            refuse_unmovable(job.plans.current.spec)
             if len(asked.endpoints) > _MOST_SERVERS:
                 raise ProtocolError("a job has no so many servers", expected=_MOST_SERVERS, got=len(asked.endpoints))
             wanted = tuple(str(Endpoint.parse(each)) for each in asked.endpoints)
@@ -75,11 +70,6 @@ class WantedServers:
     def drain(self, job: Job | None) -> bool:
         """Have the job go on without this server; return whether it can be asked to."""
         if job is None or self._end.over or not self._others(job):
-            return False
-        try:
-            refuse_unmovable(job.plans.current.spec)
-        except UnsupportedError as error:
-            _log.warning("%s: the job cannot go on without this server: %s", self._where, error)
             return False
         self._drains, self._refusal = True, ""
         return True

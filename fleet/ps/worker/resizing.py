@@ -32,13 +32,14 @@ from fleet.errors import (
 from fleet.numeric.ids import partition
 from fleet.numeric.tensors import WireTensor
 from fleet.plan.plan import make_plan
-from fleet.ps.consistency.movable import ATTEMPT, refuse_unmovable
 from fleet.ps.consistency.staleness import total
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
+from fleet.ps.wire.move_names import ATTEMPT, GIVEN, PUSHED, given_cursor
 from fleet.ps.worker.connection import RETRY_PAUSE_S, Connection, inquire_all
 from fleet.ps.worker.lease import once
 from fleet.ps.worker.moved_pushes import Part, dealt
+from fleet.ps.worker.moved_readings import given_anew
 from fleet.ps.worker.new_servers import Move, refuse_if_moved
 from fleet.ps.worker.runtime import WorkerRuntime
 
@@ -127,7 +128,6 @@ class AskedMove:
 def _refuse_unmovable(worker: WorkerRuntime) -> None:
     if worker.assignment.embedded:
         raise UnsupportedError("a job of one process has its server in it", todo="Start servers of their own.")
-    refuse_unmovable(worker.trained.plan.spec)
 
 
 def _once(worker: WorkerRuntime, servers: tuple[Endpoint, ...], move: Callable[[], None]) -> None:
@@ -197,6 +197,7 @@ class Copy:
             state, records = self._stand_still()
             for about, tensors in self._exported(_FIRST for _ in self._former):
                 self._fill(about, tensors)
+            self._move_given(state)
             self._move_pushes(state)
             self._complete(state, records)
         except BaseException:
@@ -282,6 +283,7 @@ class Copy:
         state = states[0]
         state["past"] = _joined([each["past"] for each in states])
         state["staleness"] = total(each["staleness"] for each in states)
+        state[GIVEN] = dict.fromkeys((worker, table) for each in states for worker, table in each.pop(GIVEN))
         return state, replies[0].tensors
 
     def _let_go(
@@ -351,19 +353,36 @@ class Copy:
 
     def _fill(self, about: dict[str, Any], tensors: Sequence[WireTensor]) -> None:
         """Give the new servers their parts of a piece."""
+        self._fill_each([(about, part) for part in _parts(about, tensors, len(self._new))])
+
+    def _fill_each(self, pieces: Iterable[tuple[dict[str, Any], Sequence[WireTensor]]]) -> None:
+        """Give each of the new servers what is meant for it."""
         self._number += 1
-        fill = pb.Fill(attempt=self._attempt, number=self._number, about=json.dumps(about))
-        for connection, part in zip(self._new, _parts(about, tensors, len(self._new)), strict=True):
-            connection.insist(Frame(connection.request(0, fill=fill), [*part]), f"piece {self._number} of a move")
+        for connection, (about, tensors) in zip(self._new, pieces, strict=True):
+            fill = pb.Fill(attempt=self._attempt, number=self._number, about=json.dumps(about))
+            connection.insist(Frame(connection.request(0, fill=fill), [*tensors]), f"piece {self._number} of a move")
+
+    def _move_given(self, state: dict[str, Any]) -> None:
+        """Give the new servers what the former ones remember of what each worker was given."""
+        for worker, table in state.pop(GIVEN):
+            pieces = self._exported(given_cursor(worker, table) for _ in self._former)
+            if table is None:
+                dealt = given_anew(worker, [*pieces], self._worker.trained, self._plan)
+                if dealt is not None:
+                    self._fill_each(dealt)
+                continue
+            for about, tensors in pieces:
+                if tensors:
+                    self._fill(about, tensors)
 
     def _move_pushes(self, state: Mapping[str, Any]) -> None:
         """Give the new servers their parts of what waits to become part of an update."""
         tokens = {(worker, step): token for _, _, pushes, _ in state["buffers"] for token, worker, step in pushes}
         completed = self._worker.progress.completed
-        for worker, step in state["pushed:"] if tokens else ():
+        for worker, step in state[PUSHED] if tokens else ():
             parts = []
             for connection in self._former:
-                export = pb.Export(cursor=f"pushed:{worker}:{step}", version=completed, checkpoint=self._attempt)
+                export = pb.Export(cursor=f"{PUSHED}{worker}:{step}", version=completed, checkpoint=self._attempt)
                 frame = Frame(connection.request(completed, export=export))
                 reply = connection.call(frame, f"export of the push of step {step} of worker {worker}")
                 parts.append(Part(json.loads(reply.message.about), reply.tensors))
