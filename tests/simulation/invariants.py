@@ -11,7 +11,7 @@ import torch
 
 from fleet.errors import FleetError
 
-from .job import Outcome, noted, run
+from .job import AGREED, HELD, HERE, Outcome, noted, run
 from .network import PROBED_AFTER_S
 from .scenario import DEADLINE_S, POWER, Scenario, Setting
 
@@ -81,6 +81,10 @@ def _when_it_ends_well(outcome: Outcome) -> Iterator[str]:
     if outcome.errors or outcome.hang or len(ends) < setting.workers:
         return
     if setting.mode == "geo":  # each has values of its own, which the last exchange has brought together or not
+        if not outcome.scenario.may_fail:
+            yield from _every_change_is_heard(outcome)
+            if setting.optimizer != "Adam":
+                yield from _every_change_once(outcome, undisturbed)
         return
     first = ends[0]
     for worker, end in ends.items():
@@ -111,6 +115,29 @@ def _every_step_once(outcome: Outcome, end: dict[str, torch.Tensor]) -> Iterator
                     continue
                 if not torch.isclose(value, once[0], rtol=1e-4):
                     yield f"step {step} of worker {worker} has {value:.4f} in {what}, and not {once[0]:.4f}"
+
+
+def _every_change_once(outcome: Outcome, undisturbed: Callable[[Setting], Outcome]) -> Iterator[str]:
+    """In GEO a worker tells what has come of a step to a parameter bit by bit, and has all of it itself, unless some of
+    what it has told was lost, or counted twice. It tells its share of a row with that step alone."""
+    setting, ends = outcome.scenario.setting, outcome.told.ends
+    if len(outcome.told.begins) > setting.workers:  # what a worker that was killed had not told is lost with it
+        return
+    once = float(undisturbed(setting).told.ends[0][HERE][0, 0])
+    for worker, end in ends.items():
+        for step, value in enumerate(end[HERE][worker]):
+            if not abs(value - once) < 1e-4 * abs(once):
+                yield f"step {step} of worker {worker} has {value:.4f} where it was taken, and not {once:.4f}"
+        _, rows = noted(end, setting)
+        for step, value in enumerate(rows[worker] * setting.workers):
+            if not abs(value - once) < 1e-4 * abs(once):
+                yield f"step {step} of worker {worker} has told {value:.4f} of its row, and not {once:.4f}"
+
+
+def _every_change_is_heard(outcome: Outcome) -> Iterator[str]:
+    for worker, end in outcome.told.ends.items():
+        if not torch.allclose(end[AGREED], end["shared.weight"][end[HELD]], rtol=1e-4, atol=1e-6):
+            yield f"worker {worker} has not heard of all that others have changed in its rows {end[HELD].tolist()}"
 
 
 def _is_cut_at(step: int, values: torch.Tensor) -> bool:

@@ -54,6 +54,11 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
 }
 
 
+#: Under these names an end has the steps as its worker has them, where that is not as the servers do; which rows of the
+#: table that all share it holds, and what it takes the servers to have of them.
+HERE, HELD, AGREED = "steps, here", "rows held", "rows agreed on"
+
+
 class Model(torch.nn.Module):
     """Notes every step of every worker: by a gradient of one, in a place of its own in a parameter, and in a row. Two
     more tables and a layer make updates on which all that came before has its effect.
@@ -265,7 +270,10 @@ class Simulation:
                 self.scheduler.block(self.wires.draw.uniform(*_THINKS_S))
             _save(saving, "close")
             self._await_others(here)
-            told.ends[worker] = here.state_dict(model)
+            agreed = _agreed(here) if setting.mode == "geo" else {}
+            told.ends[worker] = {**here.state_dict(model), **agreed}
+            if agreed:
+                told.ends[worker][HERE] = model.steps.detach().clone()
             here.stop_worker()
         except Exception as error:
             if here._chosen is not None:  # as the guard of a script does that ends by an exception
@@ -420,6 +428,18 @@ class Simulation:
 
 def _endpoints(servers: int) -> list[str]:
     return [f"server{index}:1" for index in range(servers)]
+
+
+def _agreed(here: Fleet) -> dict[str, torch.Tensor]:
+    """Let a GEO worker hear of all that others have changed; return what it takes the servers to have."""
+    assert here._chosen is not None
+    worker = here._chosen._worker  # type: ignore[attr-defined]
+    geo = worker._geo
+    worker.following(lambda: geo._agree(geo.replica))
+    (index,) = [index for index, each in enumerate(worker.trained.plan.spec.tables) if each.name == "shared.weight"]
+    rows, ids = geo.replica._tables[index]._agreed, np.arange(40)
+    held = ids[rows.known(ids)]
+    return {HELD: torch.from_numpy(held), AGREED: torch.from_numpy(rows.read(held, True))}
 
 
 def _save(checkpoints: Checkpoints | None, call: str) -> None:

@@ -28,8 +28,6 @@ LONGEST_S = 6.0
 #: A process that serves a model which follows the job.
 FOLLOWER = "follower0"
 
-#: Modes whose jobs cannot move to other servers.
-CANNOT_MOVE = ("geo", "dc_asgd")
 MODES = ("sync", "async", "half_async", "ssp", "gba", "auto", "geo", "dc_asgd")
 
 
@@ -125,7 +123,7 @@ def drawn(seed: int, *, share: float = 0.05) -> Scenario:
         follower=draw.random() < 0.2,
         sync_s=random.Random(f"disk {seed}").choice((0.0, 0.01, 0.1)) if durable else 0.0,
     )
-    if mode not in CANNOT_MOVE and draw.random() < 0.3:
+    if draw.random() < 0.3:
         moves_at, moves_to = draw.randint(1, setting.steps - 1), draw.randint(1, 3)
         setting = replace(setting, moves_at=moves_at, moves_to=moves_to)
     return Scenario(seed, setting, draw_faults(setting, draw, share), draw.choice((0.0, 0.01, 0.1)))
