@@ -1007,7 +1007,6 @@ def test_a_server_takes_what_others_have_before_it_moves(
 #: holds, and which of them it is to be told of.
 REMEMBERED: dict[str, Callable[[], Any]] = {
     "geo": lambda: StrategyFactory.create_geo_strategy(2),
-    "geo, bf16": lambda: StrategyFactory.create_geo_strategy(2, wire_dtype="bf16"),
     "dc_asgd": lambda: StrategyFactory.create_half_async_strategy(max_merge_var_num=1, dc_asgd_lambda=9.0),
     "adaptive": lambda: StrategyFactory.create_half_async_strategy(
         max_merge_var_num=1, dc_asgd_lambda=9.0, dc_asgd_adaptive=True
@@ -1662,7 +1661,9 @@ def test_durable_servers_that_are_killed_at_any_message_of_a_move(
     assert number > 4
 
 
-@pytest.mark.parametrize("mode", [None, "async", "gba", "geo", "dc_asgd"])
+@pytest.mark.parametrize(
+    "mode", [None, "async", "gba", *(pytest.param(each, marks=pytest.mark.slow) for each in GIVEN)]
+)
 @pytest.mark.parametrize("journal_bytes", [1, 2000, 1 << 30])
 @pytest.mark.pairs
 def test_servers_that_a_job_has_moved_to_keep_it(tmp_path: Path, journal_bytes: int, mode: str | None) -> None:

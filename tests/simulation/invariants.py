@@ -84,7 +84,7 @@ def _when_it_ends_well(outcome: Outcome) -> Iterator[str]:
         if not outcome.scenario.may_fail:
             yield from _every_change_is_heard(outcome)
             if setting.optimizer != "Adam":
-                yield from _every_change_once(outcome, undisturbed)
+                yield from _every_change_once(outcome)
         return
     first = ends[0]
     for worker, end in ends.items():
@@ -117,13 +117,13 @@ def _every_step_once(outcome: Outcome, end: dict[str, torch.Tensor]) -> Iterator
                     yield f"step {step} of worker {worker} has {value:.4f} in {what}, and not {once[0]:.4f}"
 
 
-def _every_change_once(outcome: Outcome, undisturbed: Callable[[Setting], Outcome]) -> Iterator[str]:
+def _every_change_once(outcome: Outcome) -> Iterator[str]:
     """In GEO a worker tells what has come of a step to a parameter bit by bit, and has all of it itself, unless some of
     what it has told was lost, or counted twice. It tells its share of a row with that step alone."""
     setting, ends = outcome.scenario.setting, outcome.told.ends
     if len(outcome.told.begins) > setting.workers:  # what a worker that was killed had not told is lost with it
         return
-    once = float(undisturbed(setting).told.ends[0][HERE][0, 0])
+    once = float(_undisturbed(_plain(setting))[HERE][0, 0])
     for worker, end in ends.items():
         for step, value in enumerate(end[HERE][worker]):
             if not abs(value - once) < 1e-4 * abs(once):
