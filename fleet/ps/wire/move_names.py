@@ -10,6 +10,9 @@ ATTEMPT = "move "
 #: tells them apart. A cursor that begins so asks for one of them.
 PUSHED, GIVEN = "pushed:", "given:"
 
+#: No number of a worker, table or row has so many.
+_DIGITS = 19
+
 
 def given_cursor(worker: int | None, table: int | None, start: int = 0) -> str:
     """Return the cursor that asks for what a worker was given of a table, from so many rows on; or all workers, of
@@ -19,7 +22,8 @@ def given_cursor(worker: int | None, table: int | None, start: int = 0) -> str:
 
 def read_given_cursor(cursor: str) -> tuple[int | None, int | None, int]:
     parts = cursor.removeprefix(GIVEN).split(":")
-    if len(parts) != 3 or not all(part.isascii() and (part or "0").isdigit() for part in parts) or not parts[2]:
+    are_numbers = all(part.isascii() and (part or "0").isdigit() and len(part) < _DIGITS for part in parts)
+    if len(parts) != 3 or not are_numbers or not parts[2]:
         raise ProtocolError("an export's cursor is unknown", got=repr(cursor)[:60])
     worker, table, start = (int(part) if part else None for part in parts)
     return worker, table, start or 0
