@@ -486,6 +486,9 @@ class ClosesEarly(SyncGate):
         step, missing = super().lacking()
         return step, missing if len(missing) > 1 else ()
 
+    def _lacks_somebody(self) -> bool:
+        return bool(self.lacking()[1])
+
 
 class AppliesRepetitions(SyncGate):
     def push(self, worker: int, step: int) -> list[Effect]:

@@ -69,7 +69,7 @@ class GbaGate(ClockGate):
                     self._divisors[buffer.version] = buffer.divisor
                 if buffer.together:
                     self._together.add(buffer.version)
-        self._unplaced = {each for each in self._unplaced if not self._is_placed(*each)}
+        self._unplaced -= self._placed
         late = self._discarded(worker, step)  # parts of buffers that had to be applied without them
         return [*([Discard(late)] if late else []), *self._effects()]
 
@@ -115,7 +115,7 @@ class GbaGate(ClockGate):
         elif sum(whose == worker for whose, _ in self._unplaced) > 1:  # one, if it has started again since
             self._clock[worker] = step - 1
             raise ProtocolError(f"worker {worker} pushed before its last pushes had a place", got=f"step {step}")
-        elif not self._is_placed(worker, step):
+        elif (worker, step) not in self._placed:
             self._unplaced.add((worker, step))
         self._here.add((worker, step))
         return []
@@ -132,13 +132,11 @@ class GbaGate(ClockGate):
         self._here.difference_update(found)
         return found
 
-    def _is_placed(self, worker: int, step: int) -> bool:
-        """Say whether a push is awaited here."""
-        return any(
-            (worker, step) in ((whose, number) for _, whose, number in pushes)
-            for version, pushes in self._pushes.items()
-            if version >= self._applied
-        )
+    @property
+    def _placed(self) -> set[tuple[int, int]]:
+        """Return the pushes that are awaited here."""
+        awaited = (pushes for version, pushes in self._pushes.items() if version >= self._applied)
+        return {(worker, step) for pushes in awaited for _, worker, step in pushes}
 
     def _effects(self) -> list[Effect]:
         effects: list[Effect] = []

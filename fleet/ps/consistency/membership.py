@@ -8,7 +8,7 @@ failed because it never came.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fleet.errors import DuplicateWorkerError, FleetError, IdentityError, ServerBusyError
@@ -70,6 +70,8 @@ class Membership:
         replaced. In an ``elastic`` job anybody may take a place that was never taken, or whose worker has left."""
         self._elastic = elastic
         self._members = {worker: Member() for worker in range(worker_num)}
+        #: who has one of some standings, until somebody's changes: each request asks for them
+        self._selected: dict[tuple[Standing, ...], tuple[int, ...]] = {}
         self._quiet_s = quiet_s
         self._silence_s = silence_s
         self._startup_s = startup_s
@@ -98,6 +100,7 @@ class Membership:
         if member.standing is not Standing.EXPECTED and not is_silent and not self._is_free(member, incarnation):
             raise self._taken(worker, member, label, now)
         self._members[worker] = Member(Standing.LIVE, incarnation, label, now)
+        self._selected.clear()
         return None if member.standing is Standing.EXPECTED else member.standing
 
     def _is_free(self, member: Member, incarnation: int) -> bool:
@@ -146,6 +149,7 @@ class Membership:
         """Become the membership whose records these are; every worker counts as just heard of."""
         for worker, standing, incarnation, label in records:
             self._members[worker] = Member(Standing(standing), incarnation, label, now)
+        self._selected.clear()
 
     def surmise(self, now: float) -> None:
         """Take the workers that an earlier process knew for present; from now on it shows which of them still are."""
@@ -153,22 +157,22 @@ class Membership:
             member.last_heard, member.surmised = now, member.standing is Standing.LIVE
 
     def leave(self, worker: int) -> None:
-        self._members[worker].standing = Standing.LEFT
+        self._stands(worker, Standing.LEFT)
 
     def lose(self, worker: int) -> None:
-        self._members[worker].standing = Standing.LOST
+        self._stands(worker, Standing.LOST)
 
     def awaited(self) -> tuple[int, ...]:
         """Return the workers that are here or may still come."""
-        return self._select(lambda member: member.standing in (Standing.LIVE, Standing.EXPECTED))
+        return self._select(Standing.LIVE, Standing.EXPECTED)
 
     def absent(self) -> tuple[int, ...]:
         """Return the workers that have not come yet."""
-        return self._select(lambda member: member.standing is Standing.EXPECTED)
+        return self._select(Standing.EXPECTED)
 
     def gone(self) -> tuple[int, ...]:
         """Return the workers that have said goodbye."""
-        return self._select(lambda member: member.standing is Standing.LEFT)
+        return self._select(Standing.LEFT)
 
     def standing(self, worker: int) -> Standing | None:
         member = self._members.get(worker)
@@ -194,19 +198,27 @@ class Membership:
         effects: list[Lost | NeverCame] = []
         for worker, member in self._members.items():
             if member.standing is Standing.LIVE and now - member.last_heard > self._silence_s:
-                member.standing = Standing.LOST
+                self._stands(worker, Standing.LOST)
                 effects.append(Lost(worker, now - member.last_heard))
         waited_s = now - self._started_at
         absent = self.absent()
         if absent and waited_s > self._startup_s:
             refusals = tuple(self._members[w].refusal for w in absent if self._members[w].refusal)
             for worker in absent:
-                self._members[worker].standing = Standing.LOST
+                self._stands(worker, Standing.LOST)
             effects.append(NeverCame(absent, waited_s, refusals))
         return effects
 
-    def _select(self, wanted: Callable[[Member], bool]) -> tuple[int, ...]:
-        return tuple(worker for worker, member in self._members.items() if wanted(member))
+    def _stands(self, worker: int, standing: Standing) -> None:
+        self._members[worker].standing = standing
+        self._selected.clear()
+
+    def _select(self, *wanted: Standing) -> tuple[int, ...]:
+        found = self._selected.get(wanted)
+        if found is None:
+            found = tuple(worker for worker, member in self._members.items() if member.standing in wanted)
+            self._selected[wanted] = found
+        return found
 
     def _taken(self, worker: int, member: Member, label: str, now: float) -> FleetError:
         if member.surmised:

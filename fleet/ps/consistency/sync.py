@@ -20,6 +20,8 @@ class SyncGate(ClockGate):
         super().__init__(workers, version, rules)
         #: step -> who has delivered it, until its round closes
         self._pending: dict[int, set[int]] = {}
+        #: one that the open round waited for when it was asked last
+        self._awaited = -1
 
     def join(self, worker: int) -> None:
         self._clock[worker] = max(self._applied, self._gone.pop(worker, 0))
@@ -34,10 +36,17 @@ class SyncGate(ClockGate):
 
     def _effects(self) -> list[Effect]:
         effects: list[Effect] = []
-        while self._applied + 1 in self._pending and not self.lacking()[1]:
+        while self._applied + 1 in self._pending and not self._lacks_somebody():
             self._applied += 1
             effects.append(Apply(self._applied, tuple(sorted(self._pending.pop(self._applied)))))
         return [*effects, *self._answer(self._applied)]
+
+    def _lacks_somebody(self) -> bool:
+        """Say whether the open round waits for a worker. It is asked with each push, so it does not look at all."""
+        step = self._applied + 1
+        if self._clock.get(self._awaited, step) >= step:
+            self._awaited = next((worker for worker in reversed(self._clock) if self._clock[worker] < step), -1)
+        return self._awaited >= 0
 
 
 class SyncPolicy(Policy):

@@ -203,7 +203,7 @@ class Handshake:
                 steps=job.steps_of(worker),
                 loads=job.progress.loads,
                 moves=len(job.moves.past),
-                gathered=job.reductions.dump().get(worker, 0),  # nothing of one that is about to leave
+                gathered=job.reductions.decided(worker),  # nothing of one that is about to leave
                 about=job.began.id,
                 cuts=job.cuts,
             )

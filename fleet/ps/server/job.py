@@ -24,7 +24,7 @@ from fleet.ps.server.early_gradients import EarlyGradients
 from fleet.ps.server.feed import Feed
 from fleet.ps.server.meetings import Meetings
 from fleet.ps.server.object_states import ObjectStates
-from fleet.ps.server.pending import Outbox, Waiting
+from fleet.ps.server.pending import Outbox, Parked, Waiting
 from fleet.ps.server.recent_changes import RecentChanges
 from fleet.ps.server.reductions import Reductions
 from fleet.ps.table.previous_round import PreviousRound
@@ -100,7 +100,7 @@ class Rounds:
     #: pulls that came before the initial values, with the version they need
     early: list[tuple[int, Waiting]] = field(default_factory=list)
     #: ticket -> the request that the gate or a gathering holds back
-    parked: dict[Hashable, Waiting] = field(default_factory=dict)
+    parked: Parked = field(default_factory=Parked)
     #: of these, those whose version is there, and which wait until all servers agree which rows leave
     held_back: list[Hashable] = field(default_factory=list)
     #: and those that wait until the rows of their round are updated, with the worker that has closed it
@@ -251,16 +251,20 @@ class Job:
 
     def all_waiting(self) -> list[Waiting]:
         """Return every request that waits for its answer."""
+        return [*self.rounds.parked.values(), *self._waiting_elsewhere()]
+
+    def _waiting_elsewhere(self) -> list[Waiting]:
         early = (waiting for _, waiting in self.rounds.early)
-        asides = (*self.claims.waiting(), *self.states.waiting(), *self.meetings.waiting())
-        return [*self.rounds.parked.values(), *early, *asides]
+        return [*early, *self.claims.waiting(), *self.states.waiting(), *self.meetings.waiting()]
 
     def check_room(self, newcomer: Waiting) -> None:
         """Refuse a request of a worker that has too many waiting, or too much memory in them."""
-        waiting = [each.nbytes for each in self.all_waiting() if each.worker == newcomer.worker]
+        worker = newcomer.worker
+        waiting = [each.nbytes for each in self.rounds.parked.of(worker)]
+        waiting += [each.nbytes for each in self._waiting_elsewhere() if each.worker == worker]
         if len(waiting) >= MAX_WAITING or (waiting and sum(waiting) + newcomer.nbytes > self.most_bytes):
             raise ProtocolError(
-                f"worker {newcomer.worker} has too many requests waiting",
+                f"worker {worker} has too many requests waiting",
                 where=self.where,
                 expected=f"at most {MAX_WAITING}, and {self.most_bytes >> 20} MiB in them (FLEET_MAX_MESSAGE_MB)",
                 got=f"{len(waiting)} with {sum(waiting) >> 20} MiB, and one more",
@@ -286,7 +290,7 @@ class Job:
         parked = self.rounds.parked
         gone = IdentityError(f"worker {worker} is no longer part of this job", where=self.where)
         for ticket in [ticket for ticket, waiting in parked.items() if waiting.worker == worker]:
-            outbox.append((parked.pop(ticket).respond, error_reply(gone)))
+            outbox.append((parked.take(ticket).respond, error_reply(gone)))
         if self.shard is not None:
             self.shard.forget(worker)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,3 +68,28 @@ class Waiting:
     nbytes: int = 0  #: what it keeps in memory until then
     told: tuple[int, int] = (0, 0)  #: the group that the worker is in, and how much that has done together
     handing_out: Frame | None = None  #: the request that says what the answer gives, where that is remembered
+
+
+class Parked(dict[Hashable, Waiting]):
+    """Holds requests under tickets, and finds those of a worker without looking at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._of: dict[int, dict[Hashable, Waiting]] = defaultdict(dict)
+
+    def of(self, worker: int) -> Collection[Waiting]:
+        return self._of[worker].values()
+
+    def __setitem__(self, ticket: Hashable, waiting: Waiting) -> None:
+        super().__setitem__(ticket, waiting)
+        self._of[waiting.worker][ticket] = waiting
+
+    def take(self, ticket: Hashable) -> Waiting:
+        """Return a request that waits no more."""
+        waiting = self.pop(ticket)
+        del self._of[waiting.worker][ticket]
+        return waiting
+
+    def clear(self) -> None:
+        super().clear()
+        self._of.clear()

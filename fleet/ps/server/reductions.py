@@ -81,10 +81,12 @@ class Reductions:
 
     def dump(self) -> dict[int, int]:
         """Return the newest decided gathering that every worker has come to."""
-        return {
-            worker: max((n for n in range(came, 0, -1) if not self.is_open(n)), default=0)
-            for worker, came in self._decisions.came.items()
-        }
+        return {worker: self.decided(worker) for worker in self._decisions.came}
+
+    def decided(self, worker: int) -> int:
+        """Return the newest decided gathering that a worker has come to."""
+        came = self._decisions.came.get(worker, 0)
+        return next((number for number in range(came, 0, -1) if not self.is_open(number)), 0)
 
     def outcomes(self) -> Iterator[tuple[int, Frame]]:
         """Yield the outcomes of the gatherings that somebody may still ask for."""

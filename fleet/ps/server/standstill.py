@@ -54,6 +54,9 @@ class Standstill:
     def refuse(self, job: Job, outbox: Outbox) -> None:
         """End the job if its workers wait for each other."""
         awaited = self._members.awaited()
+        rounds, meetings = job.rounds, job.meetings
+        if len(rounds.parked) + len(rounds.early) + len(meetings.waiting()) + len(meetings.heard) < len(awaited):
+            return  # somebody waits for nothing: so it is after nearly every request, and there may be many workers
         waits = {worker: wait for worker, wait in _waits_of(job).items() if worker in awaited}
         if not is_standstill(waits, awaited):
             return

@@ -25,8 +25,8 @@ class Statistics:
         self._requests = self._sent_bytes = self._received_bytes = 0
         self._updates = 0
         self._busy_s = 0.0
-        #: (who waited, for whom) -> seconds
-        self._waited: dict[tuple[int, int], float] = defaultdict(float)
+        #: who waited -> for whom -> seconds
+        self._waited: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
         self._figures: dict[int, dict[str, float]] = {}
 
     @contextmanager
@@ -56,7 +56,7 @@ class Statistics:
     def released(self, waiting: Waiting, by: int) -> None:
         """Count how long a request waited until worker ``by`` let it be answered."""
         if waiting.worker != by and not waiting.ahead:
-            self._waited[waiting.worker, by] += self._clock.now() - waiting.since
+            self._waited[waiting.worker][by] += self._clock.now() - waiting.since
 
     def heard(self, worker: int, figures: Mapping[str, float]) -> None:
         """Keep the figures of a worker."""
@@ -85,4 +85,4 @@ class Statistics:
 
     def waited_by(self, worker: int) -> dict[int, float]:
         """Return for how many seconds a worker has waited for each other one."""
-        return {other: s for (waiter, other), s in self._waited.items() if waiter == worker}
+        return dict(self._waited.get(worker, {}))

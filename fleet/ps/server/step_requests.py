@@ -111,7 +111,7 @@ class StepRequests:
             tensors, kept = tensors[:-1], state_of(tensors[-1:], 0)
         effects: list[Effect] = []
         if step > gate.delivered(worker):
-            if not job.policy.fills_buffers and any(other == worker for other, _ in rounds.pushed):
+            if not job.policy.fills_buffers and (worker, gate.delivered(worker)) in rounds.pushed:
                 raise ProtocolError(f"worker {worker} pushed before its last round was over", got=f"step {step}")
             rounds.pushed[worker, step] = contribution_of(job, request, tensors)
             gate.note(worker, step, request.push.own_seconds, request.push.now)
@@ -264,7 +264,7 @@ class StepRequests:
             awaiting = [ticket for ticket in there if parked[ticket].has_rows]
             job.rounds.awaiting_rows += [(ticket, by) for ticket in awaiting]
             there = [ticket for ticket in there if ticket not in awaiting]
-        for waiting in map(parked.pop, there):
+        for waiting in map(parked.take, there):
             self._statistics.released(waiting, by)
             if durability is None:
                 outbox.append((waiting.respond, _answer_of(waiting)))
