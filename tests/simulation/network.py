@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError, InvalidStateError
 from concurrent.futures import TimeoutError as NotYet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from fleet.base.cluster import Endpoint
@@ -53,6 +53,23 @@ class Message:
     fate: str = ""
 
 
+@dataclass(frozen=True)
+class Load:
+    """Is what a message weighs."""
+
+    #: of a request, or of the one that it answers: "push"
+    kind: str
+    nbytes: int
+    #: a request that waits behind no other
+    is_urgent: bool = False
+    #: what it is the answer to
+    answers: Load | None = None
+
+
+#: That a line broke is heard without a message.
+NOTHING = Load("", 0)
+
+
 class Wires:
     """Connects all processes of one simulation."""
 
@@ -63,7 +80,7 @@ class Wires:
         self.on_moment: Callable[[str], str] = lambda _: ""
         self.draw = random.Random(f"network {seed}")
         self._scheduler = scheduler
-        self._listeners: dict[Endpoint, _Listener] = {}
+        self._listeners: dict[Endpoint, Listener] = {}
         #: pairs of (sender, receiver) between which nothing passes, and what waits there
         self._cuts: dict[tuple[str, str], list[tuple[float, Callable[[], None], Callable[[], None]]]] = {}
         self._numbers = itertools.count()
@@ -95,8 +112,16 @@ class Wires:
 
     # ---------------------------------------------------------------- for channels
 
-    def carry(self, sender: str, receiver: str, arrive: Callable[[], None], breaks: Callable[[], None]) -> None:
-        """Bring something from one process to another, some time later; or let it turn out that this is broken."""
+    def carry(
+        self,
+        sender: str,
+        receiver: str,
+        arrive: Callable[[], None],
+        breaks: Callable[[], None],
+        load: Load = NOTHING,
+    ) -> None:
+        """Bring something from one process to another, some time later; or let it turn out that this is broken. Here
+        whatever is carried takes as long."""
         held = self._cuts.get((sender, receiver))
         if held is None:
             self._scheduler.at(self._delay_s(), lambda: self._arrive(sender, receiver, arrive, breaks))
@@ -127,15 +152,15 @@ class Wires:
 
     # ---------------------------------------------------------------- for listeners
 
-    def listener(self, endpoint: Endpoint) -> _Listener | None:
+    def listener(self, endpoint: Endpoint) -> Listener | None:
         return self._listeners.get(endpoint)
 
-    def add(self, endpoint: Endpoint, listener: _Listener) -> None:
+    def add(self, endpoint: Endpoint, listener: Listener) -> None:
         if endpoint in self._listeners:
             raise PortInUseError("the endpoint is taken", where=str(endpoint))
         self._listeners[endpoint] = listener
 
-    def remove(self, endpoint: Endpoint, listener: _Listener) -> None:
+    def remove(self, endpoint: Endpoint, listener: Listener) -> None:
         if self._listeners.get(endpoint) is listener:
             del self._listeners[endpoint]
 
@@ -147,8 +172,8 @@ class ProcessNetwork:
         self._wires = wires
         self._process = process
 
-    def listen(self, endpoint: Endpoint, handler: Handler) -> _Listener:
-        listener = _Listener(self._wires, self._process, endpoint, handler)
+    def listen(self, endpoint: Endpoint, handler: Handler) -> Listener:
+        listener = Listener(self._wires, self._process, endpoint, handler)
         self._wires.add(endpoint, listener)
         return listener
 
@@ -156,7 +181,7 @@ class ProcessNetwork:
         return _Channel(self._wires, self._process, endpoint)
 
 
-class _Listener:
+class Listener:
     def __init__(self, wires: Wires, process: Process, endpoint: Endpoint, handler: Handler) -> None:
         self.process = process
         self._wires = wires
@@ -232,11 +257,13 @@ class _Channel:
         self._wires.scheduler.check()
         if self._is_closed:
             return BrokenCall("the channel is closed")
-        what = f"{request.message.WhichOneof('kind')} {request.message.step}"
+        kind = request.message.WhichOneof("kind")
+        what = f"{kind} {request.message.step}"
         fate = self._wires.on_moment(what)
-        call = _Call(self._wires, self, self._process.name, what, timeout_s, fate)
-        self._calls[call] = None
         pieces = list(request.pieces())
+        load = Load(kind, sum(map(len, pieces)), is_urgent=urgent)
+        call = _Call(self._wires, self, self._process.name, what, timeout_s, fate, load)
+        self._calls[call] = None
         to = self._owner()
         self._wires.note(self._process.name, to, call.what, fate)
         if fate == "lost":
@@ -244,7 +271,7 @@ class _Channel:
             return call
         self._send(call, pieces, to)
         if fate == "twice":
-            twin = _Call(self._wires, self, self._process.name, call.what, None, "unanswered")
+            twin = _Call(self._wires, self, self._process.name, call.what, None, "unanswered", load)
             self._send(twin, pieces, to)
         return call
 
@@ -261,7 +288,7 @@ class _Channel:
                 call.listener = listener
                 listener.deliver(call, pieces)
 
-        self._wires.carry(self._process.name, to, arrive, lambda: call.fail("the connection timed out"))
+        self._wires.carry(self._process.name, to, arrive, lambda: call.fail("the connection timed out"), call.load)
 
     def forget(self, call: _Call) -> None:
         self._calls.pop(call, None)
@@ -279,10 +306,11 @@ class _Call:
     """A request under way, and its reply."""
 
     def __init__(
-        self, wires: Wires, channel: _Channel, sender: str, what: str, timeout_s: float | None, fate: str
+        self, wires: Wires, channel: _Channel, sender: str, what: str, timeout_s: float | None, fate: str, load: Load
     ) -> None:
-        self.listener: _Listener | None = None
+        self.listener: Listener | None = None
         self.what = what
+        self.load = load
         self._wires = wires
         self._channel = channel
         self._sender = sender
@@ -319,7 +347,9 @@ class _Call:
                 with contextlib.suppress(InvalidStateError):  # the caller gave up meanwhile
                     self._future.set_result(pieces)
 
-        self._wires.carry(listener.process.name, self._sender, arrive, lambda: self.fail("the connection timed out"))
+        load = replace(self.load, nbytes=sum(map(len, pieces)), answers=self.load)
+        breaks = partial(self.fail, "the connection timed out")
+        self._wires.carry(listener.process.name, self._sender, arrive, breaks, load)
 
     def break_later(self, reason: str, by: str) -> None:
         """Let the caller hear, in time, that there will be no answer."""
@@ -331,6 +361,10 @@ class _Call:
         self._channel.forget(self)
 
     # ---------------------------------------------------------------- the caller's end
+
+    def when_done(self, act: Callable[[], None]) -> None:
+        """Have something done when the reply is there, or is known not to come; nobody's thread does it."""
+        self._future.add_done_callback(lambda _: act())
 
     def send(self) -> None:
         pass

@@ -222,15 +222,7 @@ class Connection:
         has_moved = knows_ahead = False
         while not self._closing.wait(self._settings.heartbeat_s):
             try:
-                together = self._whereabouts.together
-                said = pb.Beat(figures=self._figures(), awaits=together.awaits)
-                beat = Frame(self._request(0, together, beat=said))
-                call = self._channel.start(beat, self._settings.heartbeat_s * 2, urgent=True)
-                reply = raise_if_error(call.result())
-                self._heard()
-                self._log_absent_workers(reply.message.about)
-                self.meeting, self.broken_group = reply.message.meeting, reply.message.broken
-                self.wanted_servers = tuple(reply.message.wanted_servers)
+                self._take_in(raise_if_error(self._beat().result()))
             except TransportError:
                 pass
             except ServersMovedError as error:
@@ -254,6 +246,19 @@ class Connection:
                 noticed = now
                 notice = "server %s has been silent for %.1f s; after %g s (FLAGS_rpc_deadline) it is given up on"
                 _log.warning(notice, self.endpoint, silent_s, self._settings.rpc_deadline_s)
+
+    def _beat(self) -> Call:
+        together = self._whereabouts.together
+        said = pb.Beat(figures=self._figures(), awaits=together.awaits)
+        beat = Frame(self._request(0, together, beat=said))
+        return self._channel.start(beat, self._settings.heartbeat_s * 2, urgent=True)
+
+    def _take_in(self, reply: Frame) -> None:
+        """Note what the answer to a heartbeat tells."""
+        self._heard()
+        self._log_absent_workers(reply.message.about)
+        self.meeting, self.broken_group = reply.message.meeting, reply.message.broken
+        self.wanted_servers = tuple(reply.message.wanted_servers)
 
     def _log_absent_workers(self, absent: str) -> None:
         """Log from time to time for whom a request of this worker waits, while the job is not complete."""
