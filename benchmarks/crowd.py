@@ -448,7 +448,7 @@ SYNC_S = 0.002
 
 def restarts(options: argparse.Namespace, known: Recorded) -> list[dict[str, Any]]:
     """Kill and start again all servers of a synchronous job, each when a round was trained with the one before."""
-    shapes = [(2, 2)] if options.quick else [(16, 10), (16, 50)]
+    shapes = [(2, 2)] if options.quick else [(16, 10), (4, 50)]
     found = []
     for workers, servers in shapes:
         setting = Setting("sync", workers, servers, 10**9, 0, known.step_s["sync"])
