@@ -91,7 +91,7 @@ def test_what_the_training_needs_is_not_taken(stores: TieredStores) -> None:
     host.give_way()
     assert host.budget.taken > 160 * KIB  # the index alone
     guest.open()
-    with pytest.raises(CheckpointError, match=r"beside the training do not fit.*'rows'.*FLEET_TABLE_MEMORY_MB"):
+    with pytest.raises(CheckpointError, match=r"take the place of others do not fit.*'rows'.*FLEET_TABLE_MEMORY_MB"):
         guest.put(16_000)
     del guest
     host.put(1000).check()
@@ -138,7 +138,7 @@ def test_a_job_goes_on_without_values_for_which_there_is_no_room(
                 if loads and step == 2:
                     made.save_persistables(tmp_path / "saved")
                 if loads and step == 4:
-                    with pytest.raises(CheckpointError, match="beside the training do not fit"):
+                    with pytest.raises(CheckpointError, match="take the place of others do not fit"):
                         made.load_persistables(tmp_path / "saved")
                 wrapped.minimize((table(torch.arange(step * 80, step * 80 + 100)) - 1).square().sum())
             return table.weight.sum(1).detach()
