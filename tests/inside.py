@@ -18,6 +18,7 @@ from fleet.ps.server.durability.durability import Durability
 from fleet.ps.server.service import Service
 from fleet.ps.table import stores as tiers
 from fleet.ps.table import tiered_store
+from fleet.ps.table.given import Given
 from fleet.ps.table.memory_budget import Account
 from fleet.ps.table.shard import Shard
 from fleet.ps.table.stores import Stores, TieredStores
@@ -205,6 +206,16 @@ def end_of(service: Service) -> Any:
 def durability_of(service: Service) -> Durability:
     assert service.durability is not None
     return service.durability
+
+
+def move_given(one: Given, other: Given) -> None:
+    """Let one server know what another one remembers of what workers were given, as a move does it."""
+    for key in one.keys:
+        start: int | None = 0
+        while start is not None:
+            piece = one.piece(key, start)
+            other.take_over(key, piece)
+            start = piece.stop
 
 
 # ---------------------------------------------------------------- rows in files

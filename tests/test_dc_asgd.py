@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from harness import assert_close, run_job, values
+from inside import move_given
 
 import fleet.nn
 from fleet import Fleet, StrategyFactory
@@ -214,12 +215,7 @@ def test_other_servers_have_what_each_worker_was_given(piece_bytes: int, monkeyp
         compensation.handed_rows(worker, 3, np.arange(worker, 7), random.random((7 - worker, 2), np.float32))
         compensation.dense(worker, layout, layout, {"float32": torch.randn(9)}, {"float32": torch.randn(9)})
         compensation.rows(worker, 3, np.arange(5), np.ones((5, 2), np.float32), np.ones((5, 2), np.float32))
-    for key in compensation.keys:
-        start: int | None = 0
-        while start is not None:
-            piece = compensation.piece(key, start)
-            other.take_over(key, piece)
-            start = piece.stop
+    move_given(compensation, other)
     assert compensation.piece((2, 3), 0) == compensation.piece((0, 4), 0) == compensation.piece((2, None), 0)
 
     def told(by: Compensation) -> dict[str, list[list[float]]]:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from faults import Action, Fault, FaultyNetwork
 from harness import PATIENT, SOON, Job, assert_close, run_job, values
+from inside import move_given
 from test_parity_dense import OPTIMIZERS, loss_of, make_model, reference
 
 import fleet.nn
@@ -665,12 +666,7 @@ def test_other_servers_know_what_each_worker_is_to_be_told(piece_bytes: int, mon
     changes.mark(1, 4, np.array([1, 2]))
     assert sorted(changes.take(0, 1)[4].tolist()) == [1, 2]
     changes.mark(1, 4, np.array([3]))
-    for key in changes.keys:
-        start: int | None = 0
-        while start is not None:
-            piece = changes.piece(key, start)
-            others.take_over(key, piece)
-            start = piece.stop
+    move_given(changes, others)
     assert changes.piece((2, 4), 0) == changes.piece((0, 5), 0) == given.NOTHING
     assert sorted(others.take(0, 1)[4].tolist()) == [1, 2, 3]
     others.mark(1, 4, np.array([5, 9]))

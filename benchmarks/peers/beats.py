@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from crowd import member
+from crowd import member, serve
 from work import Meter, my_work
 
 from fleet.ps.wire.wire_errors import raise_if_error
@@ -12,9 +12,7 @@ from fleet.role_maker import Role
 def main() -> None:
     work = my_work()
     if work.role == "server":
-        part, _ = member(work, Role.SERVER, work.index)
-        part.init_server()
-        part.run_server()
+        serve(work)
         return
     part, optimizer = member(work, Role.WORKER, work.index)
     part.init_worker()

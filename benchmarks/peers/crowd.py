@@ -89,12 +89,16 @@ class Caller:
         self._part.stop_worker()
 
 
+def serve(work: Work) -> None:
+    part, _ = member(work, Role.SERVER, work.index)
+    part.init_server()
+    part.run_server()
+
+
 def main() -> None:
     work = my_work()
     if work.role == "server":
-        part, _ = member(work, Role.SERVER, work.index)
-        part.init_server()
-        part.run_server()
+        serve(work)
         return
     first = work.index * work.crowd
     batches = [WireTensor.of(np.unique(ids)) for ids, _, _ in clicks(work, BATCHES)]

@@ -315,7 +315,7 @@ class GeoTraining:
             return self._push(replica, others, moved)
 
         # Half an exchange with the servers would be made once more with the next.
-        return Push(steps, frames, take, at_a_stretch=True, plan=trained.plan, anew=anew)
+        return Push(steps, frames, take, trained.plan, anew, at_a_stretch=True)
 
     def _changed_rows(self, replies: Sequence[Frame]) -> Iterator[tuple[int, Array, Array]]:
         """Yield table, ids and values of the rows that others have changed."""

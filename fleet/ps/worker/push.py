@@ -122,20 +122,19 @@ class Change:
 class Push:
     """Is sent to all servers as one step of the worker. It has the number of the user's steps in it, a frame for each
     server, and what to do with the answers: ``at_a_stretch`` where that must not be interrupted. It is for the servers
-    of a ``plan``; for others it is made anew, of the ``gradients`` that it was made of, or by ``anew``."""
+    of a ``plan``; for others it is made anew from its ``origin``: of gradients, or by a function."""
 
     steps: int
     frames: Sequence[Frame]
     take: Callable[[Sequence[Frame]], object]
+    plan: Plan
+    origin: Gradients | Callable[[], Push]
     at_a_stretch: bool = False
-    gradients: Gradients | None = None
-    plan: Plan | None = None
-    anew: Callable[[], Push] | None = None
 
     def copied(self) -> Push:
         """Return the same push, independent of the user's gradients from now on."""
-        gradients = None if self.gradients is None else self.gradients.copied()
-        return replace(self, frames=[frame.kept() for frame in self.frames], gradients=gradients)
+        origin = self.origin.copied() if isinstance(self.origin, Gradients) else self.origin
+        return replace(self, frames=[frame.kept() for frame in self.frames], origin=origin)
 
 
 def cut(layout: DenseLayout, tensors: Sequence[torch.Tensor | None]) -> tuple[bytes, dict[str, list[torch.Tensor]]]:
@@ -434,13 +433,11 @@ class Pusher:
 
     def _cut_anew(self, push: Push) -> Push:
         """Return a push for the servers that there are now. Gradients that had left ahead are in it."""
-        gradients = push.gradients
         if push.plan is self._trained.plan:
             return push
-        if push.anew is not None:
-            return push.anew()
-        if gradients is None:
-            return push
+        gradients = push.origin
+        if not isinstance(gradients, Gradients):
+            return gradients()
         read = gradients.read.moved(len(self._connections.by_server))
         dense = gradients.dense if gradients.whole is None else gradients.whole
         whole = replace(gradients, dense=dense, whole=None, ahead=0, read=read)
@@ -451,7 +448,7 @@ class Pusher:
             push.take(replies)
             arrived()
 
-        return replace(push, frames=frames, take=take, plan=self._trained.plan, gradients=whole)
+        return replace(push, frames=frames, take=take, plan=self._trained.plan, origin=whole)
 
     def _finish(self, push: Push, step: int, replies: Sequence[Frame]) -> None:
         progress = self._progress

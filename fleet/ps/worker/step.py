@@ -240,7 +240,7 @@ class RemoteTraining:
             self._values.write(replies)
 
         plan = self._trained.plan
-        self._pusher.deliver(Push(gradients.steps, frames, take, gradients=gradients, plan=plan))
+        self._pusher.deliver(Push(gradients.steps, frames, take, plan, gradients))
 
     def wait_until_sent(self) -> None:
         """Wait until the servers have what left this worker behind the user's back."""
