@@ -54,7 +54,7 @@ sys.path.insert(0, str(PROGRAMS))
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from ours import STRATEGIES, OneTable
-from simulation.crowd import Crowd, Times
+from simulation.crowd import Cabling, Crowd, Times
 from torch_model import make_model
 from work import Work, clicks
 
@@ -202,7 +202,7 @@ def simulate(setting: Setting, times: Times) -> Seen:
         worker_load=statistics.mean(grown("busy", name) for name in workers) / seconds,
         step_bytes=frames / steps,
         link_bytes=busiest_link / setting.steps,
-        link_load=busiest_link / 2 / seconds / (10e9 / 8),
+        link_load=busiest_link / 2 / seconds / Cabling().bytes_s,
         beats_bytes=beats / (frames + beats),
         held_bytes=max(crowd.wires.handled[name].most_held_bytes for name in servers),
         push_us=sum(grown("push_s", name) for name in servers) / max(1, pushes) * 1e6,
@@ -492,7 +492,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a few small jobs")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     parser.add_argument("--figures", type=Path, help="also draw them, into this folder")
-    parser.add_argument("--parts", nargs="+", default=["check", "curves", "restarts"])
+    parts = {"check": check, "curves": curves, "restarts": restarts}
+    parser.add_argument("--parts", nargs="+", default=list(parts), choices=parts)
     parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES)
     parser.add_argument("--servers", nargs="+", type=int, default=SERVERS)
     parser.add_argument("--workers", nargs="+", type=int, default=WORKERS)
@@ -504,7 +505,6 @@ def main() -> None:
     if options.record:
         record(options.modes, 1 if options.quick else 3, 60 if options.quick else 150)
         return
-    parts = {"check": check, "curves": curves, "restarts": restarts}
     known = recorded()
     results = {name: parts[name](options, known) for name in options.parts}
     write_json(options.json, quick=options.quick, **results)
