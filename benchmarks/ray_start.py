@@ -1,6 +1,6 @@
 """How long a job on Ray takes from ``fleet.ray.run`` to its first step, and how much of that is Ray's own start.
 
-    python benchmarks/start.py [--quick] [--json FILE] [--rounds N]
+    python benchmarks/ray_start.py [--quick] [--json FILE] [--rounds N]
 
 Two servers and two workers, each an actor of one CPU, on a Ray that is started for it on this machine. Ray's own start
 is that of as many actors that do nothing: a placement group for them, until each has answered. Both take turns, and
