@@ -106,8 +106,15 @@ def test_torchrun_on_one_machine(processes: Processes, clone: Path) -> None:
 
 
 @pytest.mark.slow
-def test_torchrun_beside_a_server(processes: Processes, clone: Path) -> None:
+@pytest.mark.parametrize("dense", ["servers", "all_reduce"])
+def test_torchrun_beside_a_server(processes: Processes, clone: Path, tmp_path: Path, dense: str) -> None:
+    script = (clone / "examples" / "quickstart.py").read_text()
+    strategy = f'fleet.StrategyFactory.create_sync_strategy(dense="{dense}")'
+    script = script.replace("lr=0.01), model", f"lr=0.01), {strategy}, model")
+    assert strategy in script
+    (tmp_path / "train.py").write_text(script)
     command = block("torchrun", 2).replace("6170", str(free_ports(1)[0]))
+    command = command.replace("examples/quickstart.py", str(tmp_path / "train.py"))
     assert accuracies(run(command, clone, PATH=processes.path())) == [0.977] * 2
 
 
