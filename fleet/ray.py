@@ -18,12 +18,13 @@ import math
 import os
 import secrets
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from fleet.base import checks
 from fleet.base.clock import SystemClock
@@ -51,6 +52,9 @@ from fleet.launch.host_network import hold_port
 from fleet.launch.process_plan import ProcessSpec, child_environment, plan_launch
 
 _log = logging.getLogger("fleet.ray")
+
+#: Threads may run jobs at once: one of them connects to the cluster.
+_connecting = threading.Lock()
 
 #: How long a process that has failed may take to tell so after those who heard of it.
 _ON_ITS_WAY_S = 10.0
@@ -108,8 +112,9 @@ def run(
     settings = ProcessSettings.read(environ)
     remark(environ)
     ray = _ray()
-    if not ray.is_initialized():
-        ray.init()
+    with _connecting:
+        if not ray.is_initialized():
+            ray.init()
     job_id = settings.job_id or secrets.token_hex(8)
     parts = [_Part(Role.SERVER, index, needs[Role.SERVER]) for index in range(server_num)]
     parts += [_Part(Role.WORKER, index, needs[Role.WORKER], is_late=index >= worker_num) for index in range(most)]
@@ -383,7 +388,11 @@ class _Job:
         if any(part.has_journal for part in keeping) and not all(part.has_journal for part in keeping):
             lost = ", ".join(part.name for part in keeping if not part.has_journal)
             _log.warning("nothing is left of the journal of %s: the job begins with the newest checkpoint", lost)
-            self._ray.get([part.actor.forget.remote() for part in keeping], timeout=self._settings.startup_deadline_s)
+            for part, answer in [(part, part.actor.forget.remote()) for part in keeping]:
+                try:
+                    self._heard(part, answer)
+                except self._ray.exceptions.RayActorError as error:
+                    self._fail(part, error)
         self._begin(first)
         for part in self._parts[len(first) :]:
             if not part.has_ended:
@@ -398,6 +407,7 @@ class _Job:
         bundle = self._parts.index(part)
         name = f"fleet-{part.role.name.lower()}-{part.index}" + (f".{part.starts}" if part.starts else "")
         part.starts += 1
+        part.host = ""
         part.has_ended = False
         part.actor = (
             self._ray.remote(Member)
@@ -422,19 +432,34 @@ class _Job:
         return answer
 
     def _look_around(self, parts: Sequence[_Part]) -> None:
-        """Learn where Ray has put them."""
-        asked = [self._ask(part) for part in parts]
-        for part, answer in zip(parts, asked, strict=True):
-            try:
-                found = self._ray.get(answer, timeout=self._settings.startup_deadline_s)
-            except self._ray.exceptions.GetTimeoutError:
-                raise DeadlineError(
-                    "an actor did not start",
-                    where=part.name,
-                    expected=f"within {self._settings.startup_deadline_s:g} s (FLEET_STARTUP_DEADLINE_S)",
-                    todo="Ray's dashboard, or `ray status`, shows what it waits for.",
-                ) from None
-            part.host, part.port, part.has_journal = found
+        """Learn where Ray has put them, and start those again that are lost before they say it."""
+        asked = [(part, self._ask(part)) for part in parts]
+        for part, answer in asked:
+            while True:
+                try:
+                    part.host, part.port, part.has_journal = self._heard(part, answer)
+                    break
+                except self._ray.exceptions.RayActorError as error:
+                    self._count_loss(part, error)
+                    self._make_actor(part)
+                    answer = self._ask(part)
+
+    def _heard(self, part: _Part, answer: Any) -> Any:
+        """Return what an actor answers before it works. That it is lost is an error of Ray's."""
+        exceptions = self._ray.exceptions
+        try:
+            return self._ray.get(answer, timeout=self._settings.startup_deadline_s)
+        except exceptions.GetTimeoutError:
+            raise DeadlineError(
+                "an actor did not start",
+                where=part.name,
+                expected=f"within {self._settings.startup_deadline_s:g} s (FLEET_STARTUP_DEADLINE_S)",
+                todo="Ray's dashboard, or `ray status`, shows what it waits for.",
+            ) from None
+        except exceptions.RayActorError:
+            raise
+        except exceptions.RayError as error:
+            self._fail(part, error)
 
     def _expect(self, part: _Part) -> None:
         """Have a worker come as soon as there is a place for it."""
@@ -444,7 +469,7 @@ class _Job:
     def _came(self, answer: Any) -> None:
         part = self._coming.pop(answer)
         try:
-            part.host, part.port, part.has_journal = self._ray.get(answer)
+            part.host, part.port, part.has_journal = self._heard(part, answer)
         except self._ray.exceptions.RayActorError as error:
             self._lost(part, error)
             return
@@ -506,35 +531,39 @@ class _Job:
         _log.info("%s came when the job was over", part.where)
         self._suspect = None
 
-    def _fail(self, part: _Part, error: BaseException) -> None:
+    def _fail(self, part: _Part, error: BaseException) -> NoReturn:
         cause = getattr(error, "cause", error)
         told = str(cause).strip() or "no more"
         raise JobAbortedError(
-            f"{part.name} failed", where=f"node {part.host}", got=f"{type(cause).__name__}: {told}"
+            f"{part.name} failed",
+            where=f"node {part.host}" if part.host else None,
+            got=f"{type(cause).__name__}: {told}",
         ) from error
 
-    def _lost(self, part: _Part, error: BaseException) -> None:
-        """Start again who has died, or end the job."""
+    def _count_loss(self, part: _Part, error: BaseException) -> None:
+        """Let who has died be started again, or end the job."""
         if part.losses >= self._max_restarts:
             self._fail(part, error)
         part.losses += 1
-        self._suspect = None  # what was said before is said of the one that comes back
         _log.warning("%s was lost; starting it again (restart %d of %d)", part.where, part.losses, self._max_restarts)
-        if part.is_late:
+
+    def _lost(self, part: _Part, error: BaseException) -> None:
+        """Start again who has died, or end the job."""
+        self._count_loss(part, error)
+        if part.is_late:  # nobody else fails of that
             self._expect(part)
             return
+        # Who has failed as if by this loss has ended, and would not come back by itself.
+        is_alone, self._suspect = self._suspect is None, None
         host, port = part.host, part.port
         self._make_actor(part)
-        try:
-            self._look_around([part])
-        except self._ray.exceptions.RayActorError as again:
-            self._lost(part, again)
-            return
+        self._look_around([part])
         finds_itself = part.has_journal and (part.host, part.port) == (host, port)
-        if part.role is Role.WORKER or finds_itself:
+        if is_alone and (part.role is Role.WORKER or finds_itself):
             self._begin([part])
             return
-        _log.warning("%s is not where it was, so all start again", part.name)
+        why = "is not where it was" if is_alone else "was missed by others, which have ended"
+        _log.warning("%s %s, so all start again", part.name, why)
         self._kill(self._parts)
         self._start_all()
 

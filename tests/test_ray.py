@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +32,7 @@ import fleet.ray
 from fleet.base.cluster import Endpoint, Role
 from fleet.base.ports import is_taken
 from fleet.base.settings import ProcessSettings
-from fleet.errors import DeadlineError, FleetError, IdentityError, JobAbortedError
+from fleet.errors import DeadlineError, FleetError, IdentityError, JobAbortedError, ServerLostError
 from fleet.launch.host_network import free_ports
 
 #: Long enough for a busy machine to start eight processes.
@@ -119,7 +120,8 @@ class ActorLostError(ToldError):
 
 class Script:
     """As much of Ray as a job asks for. What it waits for comes one after the other, as written: what an actor's method
-    returns, or raises. What is not written does not come while somebody waits."""
+    returns, or raises. What is not written does not come while somebody waits; who is in the group comes at once. Lost
+    actors are started again ``restarts`` times."""
 
     exceptions = SimpleNamespace(
         RayError=ToldError,
@@ -132,7 +134,8 @@ class Script:
         scheduling_strategies=SimpleNamespace(PlacementGroupSchedulingStrategy=lambda *_, **__: "in the group")
     )
 
-    def __init__(self, **written: Any) -> None:
+    def __init__(self, restarts: int = 0, has_journals: bool = False, **written: Any) -> None:
+        self.restarts, self.has_journals = restarts, has_journals
         self.written = [(tuple(name.split("_")), what) for name, what in written.items()]
         self.places: dict[str, str] = {}
         #: who was, and what had not come by then
@@ -156,14 +159,11 @@ class Script:
         return each[0], "comes" if each[1] == "look_around" else "ends"
 
     def get(self, answer: tuple[str, str], timeout: float | None = None) -> Any:
-        if answer[1] == "look_around":
-            if self.places[answer[0]] == "DEFAULT":
-                self.written.pop(0)
-            return "10.0.0.1", 6174, False
-        _, what = self.written.pop(0)
+        is_at_once = answer[1] == "look_around" and (not self.written or self.asked(answer) != self.written[0][0])
+        _, what = (None, None) if is_at_once else self.written.pop(0)
         if isinstance(what, BaseException):
             raise what
-        return what
+        return ("10.0.0.1", 6174, self.has_journals) if answer[1] == "look_around" else what
 
     def kill(self, actor: Any) -> None:
         self.killed.setdefault(actor.name, [what for what, _ in self.written])
@@ -173,7 +173,7 @@ class Script:
         made = [fleet.ray._Part(Role.SERVER, 0, {"CPU": 1})]
         made += [fleet.ray._Part(Role.WORKER, index, {"CPU": 1}, is_late=index > 0) for index in range(3)]
         settings = ProcessSettings.read({})
-        return fleet.ray._Job(self, None, made, {"FLEET_JOB_ID": "one"}, settings, 0, None).run()
+        return fleet.ray._Job(self, None, made, {"FLEET_JOB_ID": "one"}, settings, self.restarts, None).run()
 
 
 def too_late() -> ToldError:
@@ -206,6 +206,55 @@ def test_an_error_that_seems_to_come_of_others_counts_when_they_end_well() -> No
     late = ToldError(DeadlineError("the user's own"))
     with pytest.raises(JobAbortedError, match=r"worker 0 failed; .*the user's own"):
         Script(worker0_ends=late, server0_ends=None).run()
+
+
+def test_who_is_lost_before_it_says_where_it_is_is_started_again_or_named() -> None:
+    lost = ActorLostError(OSError("no memory"))
+    again = Script(1, worker0_comes=lost, **{"worker0.1_ends": "first"}, server0_ends=None)
+    assert again.run() == ["first"]
+    with pytest.raises(JobAbortedError, match=r"worker 0 failed; got OSError: no memory"):
+        Script(worker0_comes=lost).run()
+
+
+@pytest.mark.parametrize("who", ["worker0", "worker1"])
+def test_an_error_of_an_actor_that_looks_around_is_told_by_whose_it_is(who: str) -> None:
+    with pytest.raises(JobAbortedError, match=f"worker {who[-1]} failed; got ModuleNotFoundError: no fleet"):
+        Script(1, **{f"{who}_comes": ToldError(ModuleNotFoundError("no fleet"))}).run()
+
+
+def test_a_failure_is_not_forgotten_when_a_worker_that_joined_is_lost() -> None:
+    failed = ToldError(DeadlineError("the user's own"))
+    with pytest.raises(JobAbortedError, match=r"worker 0 failed; .*the user's own"):
+        Script(1, worker1_comes=None, worker0_ends=failed, worker1_ends=ActorLostError(OSError()), server0_ends=0).run()
+
+
+@pytest.mark.parametrize("has_journals", [False, True])
+def test_who_has_failed_by_the_loss_of_another_begins_again_with_it(has_journals: bool) -> None:
+    missed, lost = ToldError(ServerLostError("server 0")), ActorLostError(OSError())
+    ends = {"worker0.1_ends": "first", "server0.2_ends": None}
+    ray = Script(1, has_journals, worker0_ends=missed, server0_ends=lost, **ends)
+    assert ray.run() == ["first"]
+
+
+def test_threads_that_run_jobs_at_once_connect_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    began: list[int] = []
+    both = threading.Barrier(2)
+
+    def init() -> None:
+        began.append(threading.get_ident())
+        with contextlib.suppress(threading.BrokenBarrierError):  # who comes alone
+            both.wait(0.2)
+
+    def placement_group(*_: Any, **__: Any) -> None:
+        raise LookupError("far enough")
+
+    util = SimpleNamespace(placement_group=placement_group)
+    ray = SimpleNamespace(is_initialized=lambda: bool(began) and not both.n_waiting, init=init, util=util)
+    monkeypatch.setattr(fleet.ray, "_ray", lambda: ray)
+    with ThreadPoolExecutor(2) as threads:
+        runs = [threads.submit(fleet.ray.run, print, server_num=1, worker_num=1) for _ in range(2)]
+    assert [type(each.exception()) for each in runs] == [LookupError, LookupError]
+    assert len(began) == 1
 
 
 # ---------------------------------------------------------------------------------------------- on a cluster
