@@ -21,7 +21,8 @@ import socket
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +32,19 @@ import psutil
 import torch
 from google.protobuf.descriptor import FieldDescriptor
 from harness import until
-from inside import task_of
+from inside import filled_of, task_of
 
 from fleet.base.clock import SystemClock
 from fleet.base.cluster import Binding, Endpoint
 from fleet.base.settings import ProcessSettings, SecuritySettings
 from fleet.errors import FleetError, ProtocolError
 from fleet.kernels import RULES
+from fleet.nn import CountFilter, Unused
 from fleet.numeric.tensors import WireTensor
 from fleet.plan.plan import make_plan
 from fleet.plan.specs import GroupSpec, Initializer, JobSpec, ParamSpec, PlanSettings, TableSpec
 from fleet.ps.server.service import Service
+from fleet.ps.table.shard import FIRST
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.direct_client import WELCOME
 from fleet.ps.wire.direct_server import DirectListener
@@ -51,6 +54,7 @@ from fleet.ps.wire.grpc_server import GrpcNetwork
 from fleet.ps.wire.health import HealthNetwork
 from fleet.ps.wire.line import Line
 from fleet.ps.wire.low_precision import Narrow
+from fleet.ps.wire.move_names import ATTEMPT, GIVEN, given_cursor
 from fleet.ps.wire.security import Security
 from fleet.ps.wire.transport import Respond
 from fleet.ps.wire.wire_errors import raise_if_error
@@ -71,26 +75,31 @@ SGD = RULES["SGD"].rows
 assert SGD is not None
 OPTIONS = json.dumps(dict(SGD.options))
 
-#: Jobs by name: a mode, and what gradients travel in.
-JOBS = {
-    **{mode: (mode, None) for mode in ("sync", "async", "ssp", "geo")},
-    "sync-int8": ("sync", "int8"),
-    "async-fp16": ("async", "fp16"),
-    "geo-bf16": ("geo", "bf16"),
+#: What the workers of a job have agreed on, by its name.
+JOBS: dict[str, dict[str, Any]] = {
+    "sync": {},
+    "async": {"mode": "async"},
+    "ssp": {"mode": "ssp", "staleness": 2},
+    "geo": {"mode": "geo"},
+    "sync-int8": {"wire_dtype": "int8"},
+    "async-fp16": {"mode": "async", "wire_dtype": "fp16"},
+    "geo-bf16": {"mode": "geo", "wire_dtype": "bf16"},
+    "dc_asgd": {"mode": "async", "dc_lambda": 0.5, "dc_adaptive": True},
 }
+#: Rows that come and leave by rules.
+COUNTED = TableSpec("rare", 1, "float32", 0, None, Initializer("zeros"), admit=CountFilter(2), evict=(Unused(steps=9),))
 SPECS = {
     name: JobSpec(
         params=(ParamSpec("weight", (3, 2), "float32", 0), ParamSpec("bias", (3,), "float64", 0)),
         tables=(
             TableSpec("user", 2, "float32", 0, 100, Initializer("normal", 0.0, 1.0)),
             TableSpec("item", 3, "float64", 0, None, Initializer("zeros")),
+            *([COUNTED] if "dc_lambda" in agreed else []),
         ),
         groups=(GroupSpec("SGD", 0, tuple(SGD.options)),),
-        settings=PlanSettings(
-            server_num=1, worker_num=2, mode=mode, staleness=2 if mode == "ssp" else 0, wire_dtype=wire_dtype
-        ),
+        settings=PlanSettings(server_num=1, worker_num=2, **agreed),
     )
-    for name, (mode, wire_dtype) in JOBS.items()
+    for name, agreed in JOBS.items()
 }
 ENDPOINT = Endpoint("server", 1)
 
@@ -103,8 +112,11 @@ def _ids(*values: int) -> np.ndarray:
     return np.array(values, np.int64)
 
 
-def requests(job: str, step: int) -> dict[str, tuple[dict[str, object], list[WireTensor]]]:
-    """A good request of every kind but those that end a worker's part."""
+Asked = tuple[dict[str, object], list[WireTensor]]
+
+
+def requests(job: str, step: int) -> dict[str, Asked]:
+    """A good request of every kind but those that end a worker's part, and those of moves."""
     weight, bias = np.ones(6, np.float32), np.ones(3)
     told = {"spec": SPECS[job].to_json(), "fingerprint": make_plan(SPECS[job]).fingerprint, "options": [OPTIONS]}
     rows = {"row_tables": [0, 1], "used_tables": [0, 1], "row_counts": [2, 2], "rows_read_at": [0, 0]}
@@ -180,6 +192,56 @@ def requests(job: str, step: int) -> dict[str, tuple[dict[str, object], list[Wir
     }
 
 
+#: The move by which worker 0 copies a job, to the server where it is.
+MOVE = f"{ATTEMPT}1 by 1"
+
+
+@cache
+def copied(job: str) -> tuple[str, list[Asked]]:
+    """What a server says of a job when rows begin to be copied, and all that another one is filled with, in order."""
+    source = Target(job)
+    source.ask(0, 0, *requests(job, 1)["pull"])
+    for worker in (0, 1):
+        source.feed(_written(worker, 1, *requests(job, 1)["push"]))
+    halt = pb.Halt(attempt=MOVE, version=1, round=1)
+    begun = source.ask(0, 1, {"halt": halt}, []).message
+    pieces = [*_exported(source, begun.cursor)]
+    halt.round = 0
+    still = source.ask(0, 1, {"halt": halt}, [])
+    for cursor in (FIRST, *(given_cursor(*key) for key in json.loads(still.message.about)[GIVEN])):
+        pieces += _exported(source, cursor)
+    return begun.about, [*pieces, ({"state": still.message.about}, still.tensors)]
+
+
+def _exported(source: Target, cursor: str) -> Iterator[Asked]:
+    while cursor:
+        reply = source.ask(0, 1, {"export": pb.Export(cursor=cursor, version=1, checkpoint=MOVE)}, [])
+        yield {"about": reply.message.about}, reply.tensors
+        cursor = reply.message.cursor
+
+
+def moves(job: str) -> dict[str, Asked]:
+    """Good requests by which a job moves to where it is, up to the decision, and is given up."""
+    about, pieces = copied(job)
+    push, tensors = requests(job, 1)["push"]
+    told = {"spec": SPECS[job].to_json(), "fingerprint": make_plan(SPECS[job]).fingerprint}
+    stage = pb.Stage(attempt=MOVE, server=0, endpoints=[str(ENDPOINT)], about=about, **told)  # type: ignore[arg-type]
+    kinds: dict[str, Asked] = {
+        "where": ({"where": pb.Where()}, []),
+        "rearrange": ({"rearrange": pb.Rearrange(endpoints=["other:1"])}, []),
+        "copy": ({"halt": pb.Halt(attempt=MOVE, round=1)}, []),
+        "copied": ({"export": pb.Export(cursor="removed:0:0", checkpoint=MOVE)}, []),
+        "given": ({"export": pb.Export(cursor=given_cursor(0, 1), checkpoint=MOVE)}, []),
+        "stage": ({"stage": stage}, []),
+        "push that moves": ({"fill": pb.Fill(attempt=MOVE, number=1, pushed=push["push"], by=1, at=2)}, tensors),  # type: ignore[arg-type]
+        "given up": ({"switch": pb.Switch(attempt=MOVE, given_up=True)}, []),
+    }
+    for number, (piece, tensors) in enumerate(pieces):
+        fill = pb.Fill(attempt=MOVE, number=1, **piece)  # type: ignore[arg-type]
+        kinds[f"piece {number}"] = ({"fill": fill}, tensors)
+    return kinds
+
+
 class Target:
     """A server in the midst of a job of two workers."""
 
@@ -191,11 +253,11 @@ class Target:
         settings = ProcessSettings(security=SecuritySettings(max_message_bytes=MOST_MESSAGE_BYTES))
         self._service = Service(ENDPOINT, settings, SystemClock())
         for worker in (0, 1):
-            self._must(worker, 0, *requests(job, 1)["hello"])
-        self._must(0, 0, *requests(job, 1)["upload"])
-        self._must(0, 0, *requests(job, 1)["ready"])
+            self.ask(worker, 0, *requests(job, 1)["hello"])
+        self.ask(0, 0, *requests(job, 1)["upload"])
+        self.ask(0, 0, *requests(job, 1)["ready"])
 
-    def _must(self, worker: int, step: int, kind: dict[str, object], tensors: list[WireTensor]) -> Frame:
+    def ask(self, worker: int, step: int, kind: dict[str, object], tensors: list[WireTensor]) -> Frame:
         frame = Frame(pb.Request(worker=worker, incarnation=worker + 1, step=step, **kind), tensors)  # type: ignore[arg-type]
         replies: list[Frame] = []
         self._service.handle(frame, replies.append)
@@ -203,9 +265,10 @@ class Target:
         return raise_if_error(reply)
 
     def handle(self, frame: Frame, respond: Respond) -> Callable[[], None] | None:
-        """As the server does it, but for what members may do to a job: to leave it and to end it."""
-        kind = frame.message.WhichOneof("kind")
-        if kind in ("bye", "abort"):
+        """As the server does it, but for what members may do to a job: to leave it, to end it and to move it."""
+        message, kind = frame.message, frame.message.WhichOneof("kind")
+        is_halt, is_made = kind == "halt" and not message.halt.round, kind == "switch" and not message.switch.given_up
+        if kind in ("bye", "abort") or is_halt or is_made:
             raise ProtocolError(f"{kind} is not sent")
         return self._service.handle(frame, respond)
 
@@ -216,6 +279,8 @@ class Target:
         except FleetError as error:
             return f"unread: {_outline(error)}"
         kind = frame.message.WhichOneof("kind")
+        if kind == "fill" and frame.message.fill.number == 1:  # whichever comes is the next piece
+            frame.message.fill.number = filled_of(self._service) + 1
         replies: list[Frame] = []
         try:
             self.handle(frame, replies.append)
@@ -239,9 +304,9 @@ class Target:
 
     def check(self) -> None:
         """The other worker is served as ever, and its steps close the rounds that are open."""
-        reply = self._must(1, 0, {"pull": pb.Pull(tables=[0], training=[True], counts=[1])}, _tensors(_ids(50)))
+        reply = self.ask(1, 0, {"pull": pb.Pull(tables=[0], training=[True], counts=[1])}, _tensors(_ids(50)))
         assert reply.tensors[0].shape == (1, 2)
-        self._must(1, 0, {"beat": pb.Beat()}, [])
+        self.ask(1, 0, {"beat": pb.Beat()}, [])
         kind, tensors = requests(self.job, self.step)["push"]
         data = _written(1, self.step, kind, tensors)
         if self.feed(data) in ("push: answered", "push: waits"):
@@ -351,7 +416,8 @@ def _written(worker: int, step: int, kind: dict[str, object], tensors: list[Wire
 
 def good(job: str, step: int = 1) -> dict[str, bytes]:
     """Good requests of worker 0, as bytes."""
-    return {name: _written(0, step, kind, tensors) for name, (kind, tensors) in requests(job, step).items()}
+    every = requests(job, step) | moves(job)
+    return {name: _written(0, step, kind, tensors) for name, (kind, tensors) in every.items()}
 
 
 _NUMBERS = (0, 1, 2**31, 2**32 - 1, 2**62, 2**63 - 1, 2**64 - 1)

@@ -208,6 +208,12 @@ def durability_of(service: Service) -> Durability:
     return service.durability
 
 
+def filled_of(service: Service) -> int:
+    """How many pieces have come of a job that moves there."""
+    stage = service._moving._staging.stage
+    return 0 if stage is None else stage.filled
+
+
 def move_given(one: Given, other: Given) -> None:
     """Let one server know what another one remembers of what workers were given, as a move does it."""
     for key in one.keys:

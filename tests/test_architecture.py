@@ -93,6 +93,7 @@ ONLY: dict[str, dict[str, str]] = {
         "telemetry/observer.py": "observer",
         "bootstrap/mpi_world.py": "start",
         "checkpoints.py": "writer",
+        "ray.py": "lock",
         "ps/backend.py": "embedding",
         "numeric/jit.py": "compiler",
         "ps/table/row_file.py": "writer",

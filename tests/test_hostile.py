@@ -52,6 +52,7 @@ from fleet.ps.wire.frame import MAX_HEADER_BYTES, Frame, read_frame
 from fleet.ps.wire.grpc_client import EXCHANGE, UPLOAD, URGENT
 from fleet.ps.wire.grpc_server import GrpcNetwork
 from fleet.ps.wire.line import Line
+from fleet.ps.wire.move_names import GIVEN
 from fleet.ps.wire.real_network import real_network
 from fleet.ps.wire.security import Security
 from fleet.ps.wire.transport import TransportError
@@ -196,6 +197,51 @@ def test_requests_that_once_were_new(path: Path) -> None:
     target.feed(path.read_bytes())
     if not target.over:
         target.check()
+
+
+def misfits(name: str, about: str, tensors: list[WireTensor]) -> Iterator[tuple[str, str, list[WireTensor]]]:
+    """What looks like a piece of a job that moves, and is none."""
+    for place, tensor in enumerate(tensors):
+        array = tensor.array
+        others = {
+            "shorter": array[:-1],
+            "longer": np.concatenate([array, array[:1]]),
+            "deeper": array[:, None],
+            "of another type": array.astype(np.int64 if array.dtype == np.uint8 else np.uint8),
+        }
+        for what, other in others.items():
+            yield f"{name}, {place} {what}", about, [*tensors[:place], WireTensor.of(other), *tensors[place + 1 :]]
+    yield f"{name}, one lost", about, tensors[:-1]
+    yield f"{name}, one twice", about, [*tensors, tensors[-1]]
+    told = json.loads(about)
+    for key in (None, 1, [], [0], ["x", 0], [True, 0], [-1, 0], [0.0, 0], [0, 0.5], [0, -1], [0, 99]):
+        yield f"{name} of {key}", json.dumps({**told, GIVEN: key}), tensors
+    if told.get("dtypes"):
+        for types in (None, 1, [], told["dtypes"][::-1], ["float32"] * 2, ["float16"] * 2):
+            yield f"{name} of {types}", json.dumps({**told, "dtypes": types}), tensors
+
+
+@pytest.mark.parametrize("job", ["dc_asgd", "geo"])
+def test_pieces_of_a_job_that_moves_have_to_fit(job: str) -> None:
+    """Compiled functions read and write where they are told, so nothing reaches them that is not as it should be."""
+    kinds, taken = fuzz.moves(job), []
+    pieces = {name: kind["fill"] for name, (kind, _) in kinds.items() if name.startswith("piece")}
+    pieces = {name: fill for name, fill in pieces.items() if GIVEN in fill.about}
+    assert len(pieces) == (5 if job == "dc_asgd" else 1)
+    target = fuzz.Target(job)
+    for name in ("copy", "stage"):
+        target.ask(0, 1, *kinds[name])
+    for name, fill in pieces.items():
+        for what, about, tensors in misfits(name, fill.about, kinds[name][1]):
+            try:
+                target.ask(0, 1, {"fill": pb.Fill(attempt=fuzz.MOVE, number=1, about=about)}, tensors)
+            except ProtocolError:
+                continue
+            taken.append(what)
+            target.ask(0, 1, *kinds["given up"])
+            for again in ("copy", "stage"):
+                target.ask(0, 1, *kinds[again])
+    assert not taken
 
 
 @pytest.mark.chaos

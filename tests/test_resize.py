@@ -1246,9 +1246,16 @@ def test_a_worker_that_has_heard_of_a_move_may_leave(servers: list[int]) -> None
 
 
 @pytest.mark.parametrize("mode", [None, "async"])
-@pytest.mark.parametrize("lists", [[[0], [0, 1], [0]], [[0, 1], [1, 0], [0, 1]]], ids=["one", "two"])
-def test_a_worker_that_computes_while_a_job_comes_back_goes_along(lists: list[list[int]], mode: str | None) -> None:
-    """To the same servers, which are another arrangement; no heartbeat has told it of what was between."""
+@pytest.mark.parametrize(
+    "lists",
+    [[[0], [0, 1], [0]], [[0, 1], [1, 0], [0, 1]], [[0, 1], [1, 2], [2, 3, 4]], [[0, 1], [2, 0], [3, 2], [4]]],
+    ids=["back", "back as two", "never all at once", "one after the other"],
+)
+def test_a_worker_that_computes_while_a_job_moves_more_than_once_goes_along(
+    lists: list[list[int]], mode: str | None
+) -> None:
+    """No heartbeat has told it of what was between, which may have been servers that it knows in another arrangement.
+    Those that the job has left hear of it, and do not wait until it seems lost."""
     goes_on = threading.Event()
 
     def body(fleet: Fleet, worker: int, moves: Sequence[Sequence[int]] = tuple(lists[1:])) -> Any:
@@ -1268,7 +1275,9 @@ def test_a_worker_that_computes_while_a_job_comes_back_goes_along(lists: list[li
         return fleet.state_dict(model)
 
     quiet = {**PATIENT, "FLEET_HEARTBEAT_S": "5"}
-    results = Resized(body, lists[0], lists[1], environ=quiet).run()
+    job = Resized(body, lists[0], sorted({*itertools.chain(*lists[1:])}), environ=quiet)
+    job.lists = {name: next(names(each) for each in lists if name in names(each)) for name in job.then}
+    results = job.run()
     expected = Job(functools.partial(body, moves=()), 2, len(lists[0])).run()
     for got, wanted in zip(results, expected, strict=True):
         for name, value in wanted.items():

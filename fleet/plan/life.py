@@ -192,7 +192,7 @@ def _misplaced(argument: str, fits: Any, other: str, fits_other: Any, got: objec
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
 
 
 def _check_whole(rule: object, name: str, value: object) -> None:

@@ -35,6 +35,8 @@ INITIALIZERS: Mapping[str, int] = {"zeros": 0, "constant": 1, "uniform": 2, "nor
 #: Beyond these a description is a mistake or an attack, and memory for it is not even tried.
 MOST_PROCESSES, _MOST_COLUMNS, _MOST_ELEMENTS = 1 << 16, 1 << 16, 1 << 48
 _MOST_VALUES, _MOST_TABLES, _MOST_BLOCKS, _MOST_DIMENSIONS = 1 << 20, 1 << 14, 1 << 20, 64
+#: JSON has whole numbers that no float can hold.
+_MOST_FLOAT = math.nextafter(math.inf, 0)
 
 
 @dataclass(frozen=True)
@@ -271,12 +273,12 @@ class JobSpec:
             "a table has rules for rows that are uploaded": any(t.uploaded and t.has_rules for t in self.tables),
             "rows leave at no step": settings.evict_every < 1,
             "an initializer is unknown or not finite": any(
-                i.kind not in INITIALIZERS or not math.isfinite(i.a) or not math.isfinite(i.b) for i in starts
+                i.kind not in INITIALIZERS or not all(abs(x) <= _MOST_FLOAT for x in (i.a, i.b)) for i in starts
             ),
             "there is no server or no worker": min(*processes, settings.min_block_size) < 1,
             "there are more than 2^16 processes": max(processes) > MOST_PROCESSES,
-            "the strength of delay compensation is impossible": not 0 <= settings.dc_lambda < math.inf,
-            "the norm to clip by is impossible": not 0 <= settings.max_grad_norm < math.inf,
+            "the strength of delay compensation is impossible": not 0 <= settings.dc_lambda <= _MOST_FLOAT,
+            "the norm to clip by is impossible": not 0 <= settings.max_grad_norm <= _MOST_FLOAT,
             "an update is of more than 2^16 gradients": settings.gradients > MOST_PROCESSES,
             "it is unknown where dense parameters are": settings.dense not in DENSE,
             "wire_dtype is unknown": settings.wire_dtype not in (None, *WIRE_DTYPES),

@@ -21,6 +21,7 @@ from fleet.checkpoint.pieces import REMOVED
 from fleet.checkpoint.state import states_in, steps_in
 from fleet.errors import CheckpointError
 from fleet.numeric.ids import partition
+from fleet.numeric.jit import Array
 from fleet.plan.specs import JobSpec
 from fleet.ps.consistency import MODES
 from fleet.ps.server.object_states import ObjectState
@@ -191,6 +192,7 @@ def take_counts(
         counted = about["counted"] if is_same else about["counted"] // servers
         return table.load_counts({**about, "counted": counted}, {"cells": tensors[0].numpy()})
     ids, counts = (tensor.numpy() for tensor in tensors)
+    _check_ids(table, ids)
     mine = partition(ids, servers)[server] if servers > 1 else slice(None)
     return table.load_counts(about, {"ids": ids[mine], "counts": counts[mine]})
 
@@ -234,6 +236,7 @@ def _rows_saved(checkpoint: Checkpoint, table: str) -> int:
 def restore_piece(
     table: Table, about: Mapping[str, Any], arrays: Sequence[Any], shard: Shard, server: int, *, keeps_state: bool
 ) -> None:
+    _check_ids(table, arrays[0])
     if REMOVED in about:
         table.remove(arrays[0])
         return
@@ -247,6 +250,16 @@ def restore_piece(
         # Where workers push changes, they keep the rows' optimizer state, and it starts afresh.
         is_whole = keeps_state and shard.changes is None
         table.load(arrays[0][mine], columns if is_whole else {WEIGHT: columns[WEIGHT]})
+
+
+def _check_ids(table: Table, ids: Array) -> None:
+    """Refuse what no writer of ids has written: compiled functions do not look."""
+    if ids.ndim != 1 or ids.dtype != np.int64:
+        raise CheckpointError(
+            "ids are whole numbers of 64 bits in a row",
+            where=f"table {table.spec.name!r}",
+            got=f"{ids.dtype} {ids.shape}",
+        )
 
 
 def fill_own(shard: Shard, pieces: Iterable[tuple[dict[str, Any], list[torch.Tensor]]]) -> None:

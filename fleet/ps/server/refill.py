@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,11 @@ from fleet.ps.table.living_table import LivingTable
 from fleet.ps.table.shard import Shard
 from fleet.ps.wire.move_names import GIVEN
 
+#: What comes of reading what is not as it should be.
+UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
+#: So much is said of what does not fit.
+_MOST_REASON = 300
+
 
 class Refill:
     """Takes pieces in any order, each once."""
@@ -31,9 +37,10 @@ class Refill:
         self._assembly = Assembly({param.name: param.numel for param in here}, where)
         shard.prepare()
 
-    def add(self, about: Mapping[str, Any], tensors: Sequence[WireTensor]) -> None:
-        """Take a piece of an export; what belongs to other servers is left out."""
+    def add(self, text: str, tensors: Sequence[WireTensor]) -> None:
+        """Take a piece of an export, which ``text`` tells of; what belongs to other servers is left out."""
         try:
+            about = json.loads(text)
             if DENSE in about:
                 self._assembly.add(about[DENSE], [tensor.torch() for tensor in tensors])
             elif GIVEN in about:
@@ -44,17 +51,25 @@ class Refill:
                 arrays = [tensor.numpy() for tensor in tensors]
                 table, server = self._tables[about[TABLE]], self._shard.server
                 restore_piece(table, about, arrays, self._shard, server, keeps_state=True)
-        except (LookupError, TypeError, ValueError, RuntimeError) as error:
+        except UNREADABLE as error:
             raise ProtocolError(
                 "a piece of a server's state does not fit", where=self._where, got=repr(error)
             ) from None
 
     def _take_given(self, about: Mapping[str, Any], tensors: Sequence[WireTensor]) -> None:
         worker, table = about[GIVEN]
-        if self._shard.readers is None or (table is not None and table >= len(self._shard.tables)):
+        readers = self._shard.readers
+        if readers is None or any(each is not None and (type(each) is not int or each < 0) for each in (worker, table)):
             raise LookupError("nobody remembers that here")
-        found = [tensor.torch() if table is None else tensor.numpy() for tensor in tensors]
-        self._shard.readers.take_over((worker, table), GivenPiece(found, about["dtypes"]))
+        if table is None:
+            dtypes, sizes = about["dtypes"], self._shard.dense.layout.sizes
+            _check_fit([(dtype, (sizes[dtype],)) for dtype in dict.fromkeys(dtypes)], tensors)
+            readers.take_over((worker, table), GivenPiece([tensor.torch() for tensor in tensors], dtypes))
+            return
+        shape, dtype = readers.like(self._shard.table(table).spec)
+        rows = tensors[0].array.size
+        _check_fit([("int64", (rows,)), (dtype, (rows, *shape))], tensors)
+        readers.take_over((worker, table), GivenPiece([tensor.numpy() for tensor in tensors]))
 
     def _living(self, name: str) -> LivingTable:
         table = self._tables[name]
@@ -70,3 +85,9 @@ class Refill:
             write_whole(self._shard, self._assembly, lacks=lambda _: False, keeps_state=lambda _: True)
         except CheckpointError as error:
             raise ProtocolError("the state of the servers is not whole", where=self._where, got=str(error)) from None
+
+
+def _check_fit(wanted: Sequence[tuple[str, tuple[int, ...]]], tensors: Sequence[WireTensor]) -> None:
+    got = [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
+    if got != wanted:
+        raise ValueError(f"{wanted} were expected, and not {got}"[:_MOST_REASON])

@@ -35,7 +35,7 @@ from fleet.ps.server.handshake import Handshake
 from fleet.ps.server.job import Job, new_job
 from fleet.ps.server.members import Members
 from fleet.ps.server.pending import Arrival
-from fleet.ps.server.refill import Refill
+from fleet.ps.server.refill import UNREADABLE, Refill
 from fleet.ps.server.step_requests import contribution_of
 from fleet.ps.table.shard import Shard
 from fleet.ps.table.stores import NewStore, Stores
@@ -137,7 +137,7 @@ class Staging:
             check_fingerprint(self._endpoint, plan, stage.fingerprint)
             check_share(self._endpoint, plan, server, options, most_bytes)
             shard = Shard(plan, server, told["seed"], options, self._store_beside(job, stage.attempt))
-        except (LookupError, TypeError, ValueError) as error:
+        except UNREADABLE as error:
             raise self._unreadable(error) from None
         if job is None and self._durability is not None:
             self._durability.forget_moves()
@@ -208,7 +208,7 @@ class Staging:
                 message = pb.Request(worker=fill.by, step=fill.at, push=fill.pushed)
                 stage.pushed.append(Frame(message, [*arrival.tensors]))
             else:
-                stage.refill.add(json.loads(fill.about), arrival.tensors)
+                stage.refill.add(fill.about, arrival.tensors)
             stage.filled = fill.number
         arrival.answer(pb.Reply())
 
@@ -233,7 +233,7 @@ class Staging:
                 recall(stage.job, Kind[kind], read_frame(pb.Reply, [tensor.numpy().tobytes()]))
             stage.members = [_member(record) for record in state["members"]]
             stage.meetings = {} if self._is_replaying else state.get(MEETINGS, {})
-        except (LookupError, TypeError, ValueError) as error:
+        except UNREADABLE as error:
             raise self._unreadable(error) from None
         stage.is_whole = True
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from fleet.numeric.jit import Array, Ids
+from fleet.plan.specs import TableSpec
 from fleet.ps.table.given import NOTHING, GivenPiece, Key, end_of, slots_of_piece
 from fleet.ps.table.memory_store import MemoryStore
 
@@ -126,6 +127,10 @@ class Changes:
         worker, table = key
         held = None if worker is None or table is None else self._held.get(worker, {}).get(table)
         return NOTHING if held is None else held.piece(start)
+
+    def like(self, spec: TableSpec) -> tuple[tuple[int, ...], str]:
+        del spec
+        return (), "uint8"
 
     def take_over(self, key: Key, piece: GivenPiece) -> None:
         worker, table = key

@@ -19,6 +19,7 @@ import torch
 from fleet.numeric.ids import gather, scatter
 from fleet.numeric.jit import Array, Ids
 from fleet.plan.layout import DenseLayout
+from fleet.plan.specs import TableSpec
 from fleet.ps.table.given import NOTHING, GivenPiece, Key, end_of, slots_of_piece
 from fleet.ps.table.memory_store import MemoryStore
 from fleet.ps.table.table import WEIGHT
@@ -97,6 +98,9 @@ class Compensation:
         column, count = rows[table].column(name), len(rows[table])
         here = slots_of_piece(start, count, column.like.shape[1] * column.dtype.itemsize)
         return GivenPiece(_rows_of(rows[table], name, here), stop=end_of(here, count))
+
+    def like(self, spec: TableSpec) -> tuple[tuple[int, ...], str]:
+        return (spec.dim,), spec.dtype
 
     def take_over(self, key: Key, piece: GivenPiece) -> None:
         worker, table = key

@@ -14,6 +14,7 @@ import torch
 
 from fleet.checkpoint.pieces import PIECE_BYTES
 from fleet.numeric.jit import Array
+from fleet.plan.specs import TableSpec
 
 #: A worker, or all; a table, or dense values.
 Key = tuple[int | None, int | None]
@@ -51,8 +52,12 @@ class Given(Protocol):
     def piece(self, key: Key, start: int) -> GivenPiece:
         """Return the piece of a part that begins there."""
 
+    def like(self, spec: TableSpec) -> tuple[tuple[int, ...], str]:
+        """Return the shape and the element type of what is kept beside each id of a table."""
+
     def take_over(self, key: Key, piece: GivenPiece) -> None:
-        """Take a piece beside those that have come, as this server is to have it."""
+        """Take a piece beside those that have come, as this server is to have it. It fits: ids are flat and ``like``
+        says what is beside them, and dense values are as those of the server."""
 
 
 def slots_of_piece(start: int, rows: int, row_bytes: int) -> slice:

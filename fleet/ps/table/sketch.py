@@ -18,6 +18,8 @@ from fleet.numeric.ids import GAMMA, mix, packed, packed_ids
 from fleet.numeric.jit import Array, Ids, compiled, prefetch
 
 _LINE = 64
+#: How many bits a cell may have; the last for the largest numbers, and for sums of weights.
+_BITS = (2, 4, 8, 16, 32)
 #: Cells of an id.
 _CELLS = 4
 #: Of one hash 32 bits choose the block; of another, 16 bits choose each cell.
@@ -34,7 +36,7 @@ class Sketch:
         self._is_float = is_float
         self._key = key
         #: how many bits a cell has
-        self.bits = 32 if is_float else next((bits for bits in (2, 4, 8, 16) if most < 1 << bits), 32)
+        self.bits = _BITS[-1] if is_float else next((bits for bits in _BITS if most < 1 << bits), _BITS[-1])
         self.blocks = max(1, nbytes // _LINE)
         self._most = float(most) if is_float else float(min(math.ceil(most), (1 << self.bits) - 1))
         self._cells = np.zeros((self.blocks, _LINE * 8 // max(8, self.bits)), self._dtype(self.bits))
@@ -74,6 +76,8 @@ class Sketch:
 
     def load(self, cells: Array, bits: int, start: int, blocks: int) -> None:
         """Take in a part of the cells of another filter of the same hash, which has so many blocks."""
+        if start < 0 or blocks < start + len(cells) or bits not in _BITS:
+            raise ValueError(f"no filter of {blocks} blocks with cells of {bits} bits has {len(cells)} from {start} on")
         theirs, own = _spread(cells, bits), _LINE * 8 // self.bits
         # Blocks of one filter that lie where a block of the other does, and cells likewise.
         first, last = start * self.blocks // blocks, -(-(start + len(cells)) * self.blocks // blocks)

@@ -32,6 +32,10 @@ class Move(NamedTuple):
         attempt, servers = past[-1]
         return cls(attempt, tuple(map(Endpoint.parse, servers)), len(past), past)
 
+    def first_since(self, known: int) -> Move:
+        """Return the first of the moves that were made since so many were known."""
+        return Move.of(self.past[: known + 1]) if self.past else self
+
 
 def find_move(connections: Connections, clock: Clock, deadline_s: float) -> Move | None:
     """Return where the job has moved to from these servers; None if it is there. The first server decides: while it
@@ -187,7 +191,7 @@ def tell_of(move: Move, connections: Sequence[Connection], *, surely: bool = Tru
 def tell_those_between(move: Move, known: int, connect: Callable[[Sequence[Endpoint]], list[Connection]]) -> None:
     """Tell servers that the job has come to and left since the moves that were ``known``: they wait for everybody."""
     for number in range(known + 1, len(move.past)):
-        later = Move.of(move.past[: number + 1])
+        later = move.first_since(number)
         _, servers = move.past[number - 1]
         connections = connect([each for each in map(Endpoint.parse, servers) if each not in later.servers])
         tell_of(later, connections, surely=False)

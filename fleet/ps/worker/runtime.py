@@ -365,7 +365,8 @@ class WorkerRuntime:
         self.progress.move(answers)
         self.cuts.move(answers)
         for hop in hops:
-            tell_of(hop.move, [each for each in former if each.endpoint not in hop.move.servers], surely=False)
+            first = hop.move.first_since(known)  # which is all that servers know that have left the job by then
+            tell_of(first, [each for each in former if each.endpoint not in first.servers], surely=False)
             for connection in former:
                 connection.close()
             former = hop.connections.by_server
