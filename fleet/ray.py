@@ -29,6 +29,7 @@ from typing import Any, NoReturn
 from fleet.base import checks
 from fleet.base.clock import SystemClock
 from fleet.base.cluster import Endpoint, Role, parse_address
+from fleet.base.exit_guard import dismiss
 from fleet.base.file_lock import locked
 from fleet.base.ports import is_taken
 from fleet.base.settings import (
@@ -240,6 +241,9 @@ class Member:
         try:
             result = function(*args)
         except SystemExit as end:  # a server's script may end so, as that of ``fleet.join`` does
+            if hasattr(end, "ray_terminate_msg") and end.code:
+                dismiss()  # Ray ends this process, with its node, say: it is lost, and the job is not
+                raise
             if end.code not in (None, 0):
                 raise RuntimeError(f"the function ended with exit code {end.code}") from end
             result = None

@@ -55,7 +55,7 @@ def happen(folder: Path, moment: str) -> None:
     if what == "fail":
         raise ValueError(f"no such {whom}")
     pid, endpoint = (folder / whom).read_text().split()
-    os.kill(int(pid), signal.SIGKILL)
+    os.kill(int(pid), signal.SIGTERM if what == "end" else signal.SIGKILL)
     if what == "occupy":  # until this process ends; the dead one may hold the port for a moment
         taken = Endpoint.parse(endpoint)
         while True:

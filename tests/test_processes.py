@@ -17,11 +17,14 @@ from patience import PROCESSES_S
 from prepared import Prepared, Process
 from scripts import train
 
+from fleet import Fleet
 from fleet.base.cluster import Endpoint
 from fleet.base.ports import is_taken
 from fleet.base.settings import ProcessSettings
 from fleet.errors import DeadlineError, JobAbortedError
+from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.ps.wire.real_network import real_network
+from fleet.role_maker import Role, UserDefinedRoleMaker
 
 ROOT = Path(__file__).parent.parent
 TRAIN = str(ROOT / "tests" / "scripts" / "train.py")
@@ -320,6 +323,35 @@ def test_sigterm_on_a_server(processes: Processes, free_endpoints: Callable[[int
     assert endpoints[1] in told
     assert "SIGTERM" in told
     assert "SIGTERM" in str(here.error("server 0")), "the other server hears the reason from the worker"
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_handler_of_somebody_elses_hears_of_the_signal_that_ended_the_serving(durable: bool, tmp_path: Path) -> None:
+    """It has been set before, and may end the process in its own way."""
+    network, endpoints = LoopbackNetwork(), ["server:1"]
+
+    def own(number: int, _frame: object) -> None:
+        raise SystemExit(number + 2)
+
+    def kill_when_it_serves() -> None:
+        until(lambda: signal.getsignal(signal.SIGTERM) not in (own, before))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    kept = {"FLEET_DURABLE_DIR": str(tmp_path)} if durable else {}
+    server = Fleet(environ={**PATIENT, **kept}, network=network)
+    server.init(UserDefinedRoleMaker(0, Role.SERVER, 1, endpoints))
+    server.init_server()
+    killer = threading.Thread(target=kill_when_it_serves)
+    before = signal.signal(signal.SIGTERM, own)
+    try:
+        killer.start()
+        with pytest.raises(SystemExit) as ended:
+            server.run_server()
+        assert ended.value.code == signal.SIGTERM + 2
+        assert signal.getsignal(signal.SIGTERM) is own
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        killer.join()
 
 
 def test_sigterm_on_a_server_that_is_to_be_drained(

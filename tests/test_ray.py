@@ -382,9 +382,11 @@ def test_a_job_ends_where_it_ends_in_one_process(cluster: Any, patient: None, tm
 
 
 @on_ray
-def test_who_is_killed_comes_back(cluster: Any, patient: None, tmp_path: Path) -> None:
-    (tmp_path / "worker-0-step-3").write_text("kill server-1")
-    (tmp_path / "worker-1-step-5").write_text("kill worker-0")
+@pytest.mark.parametrize("how", ["kill", "end"])
+def test_who_is_killed_comes_back(cluster: Any, patient: None, tmp_path: Path, how: str) -> None:
+    """Or ends by a SIGTERM, as all do on a node that Ray gives back."""
+    (tmp_path / "worker-0-step-3").write_text(f"{how} server-1")
+    (tmp_path / "worker-1-step-5").write_text(f"{how} worker-0")
     storage = tmp_path / "storage"
     results = fleet.ray.run(ray_job.train, tmp_path, server_num=2, worker_num=2, max_restarts=1, storage=storage)
     assert not list(tmp_path.glob("*step*")), "both were killed"

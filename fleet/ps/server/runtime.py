@@ -145,6 +145,8 @@ class ServerRuntime:
         failure = self._service.failure
         if failure is not None and not stopped:
             raise failure.again()
+        if stopped and (failure is not None or self._service.end.suspended):
+            _hand_on(stopped[0])
 
 
 def ask_where_the_job_is(service: Service, network: Network) -> None:
@@ -210,6 +212,15 @@ class Joining:
         if refusal and refusal != self._refusal:
             _log.warning("%s: the job goes on without this server: %s", self._endpoint, refusal)
         self._refusal = refusal
+
+
+def _hand_on(number: int) -> None:
+    """Let a handler of somebody else's know of a signal that has ended the serving before the job: Ray ends actors by
+    one, and knows then that they are lost."""
+    handler = signal.getsignal(number)
+    is_ours = (getattr(handler, "__module__", None) or "").startswith("fleet.")
+    if callable(handler) and handler is not signal.default_int_handler and not is_ours:
+        handler(number, None)
 
 
 @contextmanager
