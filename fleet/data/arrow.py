@@ -51,14 +51,6 @@ def fits(kind: Any, column: Ids | Floats) -> bool:
     return bool(types.is_integer(kind) or types.is_boolean(kind))
 
 
-def described(column: Ids | Floats) -> str:
-    """Return in words what a column has to consist of."""
-    each = "numbers" if isinstance(column, Floats) else "strings" if column.hash else "integers"
-    if column.width is None:
-        return f"{each}, or lists of them"
-    return each if column.width == 1 else f"lists of {column.width} {each}"
-
-
 class _Taken(NamedTuple):
     """Holds one column: its values one after the other, and how many each row has."""
 

@@ -14,9 +14,12 @@ import numpy.typing as npt
 import torch
 
 from fleet.data.columns import FLOATS, Batch, Layout, Ragged, Words
-from fleet.numeric.jit import compiled
+from fleet.numeric.jit import compiled, prefetch
 
 Indices = npt.NDArray[np.int64]
+
+#: So many words lie in a line of the cache, and so many rows ahead a row is asked for.
+_LINE, _AHEAD = 8, 8
 
 
 class Rows(NamedTuple):
@@ -52,6 +55,7 @@ def _measure(words: Any, bounds: Any, picks: Any, widths: Any, totals: Any) -> N
 @compiled
 def _spread(
     words: Any,
+    lines: Any,
     reals: Any,
     bounds: Any,
     picks: Any,
@@ -63,13 +67,25 @@ def _spread(
     floats: Any,
 ) -> None:
     """Copy the picked rows into columns: column c begins at ``starts[c]`` of ``ids`` or ``floats``, and its offsets,
-    where it has some, at ``offsets[c]`` of ``ids``."""
+    where it has some, at ``offsets[c]`` of ``ids``. ``lines`` are the same words, in lines of the cache."""
     filled = starts.copy()
     for index in range(len(picks)):
+        if index + _AHEAD < len(picks):
+            ahead = picks[index + _AHEAD]
+            for line in range(bounds[ahead] // _LINE, bounds[ahead + 1] // _LINE + 1):
+                prefetch(lines, line)
         at = bounds[picks[index]]
         for column in range(len(widths)):
             to = filled[column]
             width = widths[column]
+            if width == 1:  # as it mostly is
+                if kinds[column] == FLOATS:
+                    floats[to] = reals[2 * at]
+                else:
+                    ids[to] = words[at]
+                filled[column] = to + 1
+                at += 1
+                continue
             if width == 0:
                 width = words[at]
                 at += 1
@@ -84,30 +100,60 @@ def _spread(
             at += width
 
 
-def batch_of(rows: Rows, picks: Indices, layout: Layout) -> Batch:
-    """Return the picked rows as tensors, in this order."""
-    size = len(picks)
-    real, ragged = layout.kinds == FLOATS, layout.widths == 0
-    totals = size * layout.widths
-    if ragged.any():
-        _measure(rows.words, rows.bounds, picks, layout.widths, totals)
-    of_floats, of_ids, of_offsets = np.where(real, totals, 0), np.where(real, 0, totals), np.where(ragged, size, 0)
-    starts = np.where(real, np.cumsum(of_floats) - of_floats, np.cumsum(of_ids) - of_ids)
-    offsets = of_ids.sum() + np.cumsum(of_offsets) - of_offsets
-    ids = np.empty(of_ids.sum() + of_offsets.sum(), np.int64)
-    floats = np.empty(of_floats.sum(), np.float32)
-    reals = rows.words.view(np.float32)
-    _spread(rows.words, reals, rows.bounds, picks, layout.kinds, layout.widths, starts, offsets, ids, floats)
+class _Places(NamedTuple):
+    """Says where the columns of a batch lie: among its floats or its whole numbers, and where its offsets, if any."""
 
-    all_ids, all_floats = torch.from_numpy(ids), torch.from_numpy(floats)
-    batch: Batch = {}
-    described = zip(
-        layout.names, *(each.tolist() for each in (real, layout.widths, starts, totals, offsets)), strict=True
-    )
-    for name, is_real, width, start, total, offset in described:
-        values = (all_floats if is_real else all_ids)[start : start + total]
-        batch[name] = values.view(size, width) if width else Ragged(values, all_ids[offset : offset + size])
-    return batch
+    starts: Indices
+    totals: Indices
+    offsets: Indices
+    ids: int
+    floats: int
+
+
+class Batches:
+    """Makes batches of rows."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._real, self._ragged = layout.kinds == FLOATS, layout.widths == 0
+        #: of a batch of so many rows, where all of them have the same places
+        self._fixed: dict[int, _Places] = {}
+
+    def make(self, rows: Rows, picks: Indices) -> Batch:
+        """Return the picked rows as tensors, in this order."""
+        layout, size = self._layout, len(picks)
+        starts, totals, offsets, of_ids, of_floats = self._places(rows, picks)
+        ids, floats = np.empty(of_ids, np.int64), np.empty(of_floats, np.float32)
+        lines = rows.words[: len(rows.words) // _LINE * _LINE].reshape(-1, _LINE)
+        how = (layout.kinds, layout.widths, starts, offsets)
+        _spread(rows.words, lines, rows.words.view(np.float32), rows.bounds, picks, *how, ids, floats)
+
+        all_ids, all_floats = torch.from_numpy(ids), torch.from_numpy(floats)
+        batch: Batch = {}
+        described = zip(
+            layout.names,
+            *(each.tolist() for each in (self._real, layout.widths, starts, totals, offsets)),
+            strict=True,
+        )
+        for name, is_real, width, start, total, offset in described:
+            values = (all_floats if is_real else all_ids)[start : start + total]
+            batch[name] = values.view(size, width) if width else Ragged(values, all_ids[offset : offset + size])
+        return batch
+
+    def _places(self, rows: Rows, picks: Indices) -> _Places:
+        size, real, ragged = len(picks), self._real, self._ragged
+        if size in self._fixed:
+            return self._fixed[size]
+        totals = size * self._layout.widths
+        if ragged.any():
+            _measure(rows.words, rows.bounds, picks, self._layout.widths, totals)
+        of_floats, of_ids, of_offsets = np.where(real, totals, 0), np.where(real, 0, totals), np.where(ragged, size, 0)
+        starts = np.where(real, np.cumsum(of_floats) - of_floats, np.cumsum(of_ids) - of_ids)
+        offsets = of_ids.sum() + np.cumsum(of_offsets) - of_offsets
+        places = _Places(starts, totals, offsets, of_ids.sum() + of_offsets.sum(), of_floats.sum())
+        if not ragged.any():
+            self._fixed = {size: places}
+        return places
 
 
 def samples_of(batch: Batch) -> Iterator[Batch]:

@@ -84,6 +84,14 @@ class Ignored:
 Column: TypeAlias = Ids | Floats | Ignored
 
 
+def described(column: Ids | Floats) -> str:
+    """Return in words what a column has to consist of."""
+    each = "numbers" if isinstance(column, Floats) else "strings" if column.hash else "integers"
+    if column.width is None:
+        return f"{each}, or lists of them"
+    return each if column.width == 1 else f"lists of {column.width} {each}"
+
+
 def _check_width(width: object) -> None:
     if width is None:
         return

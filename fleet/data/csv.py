@@ -1,23 +1,26 @@
-"""Reads CSV and similar text in chunks: lines are found here, as in all text, and taken apart by pyarrow."""
+"""Reads CSV and similar text, a line for each sample."""
 
 from __future__ import annotations
 
 import csv
+import string
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from os import PathLike
 from typing import Any
 
 from fleet.base import checks
-from fleet.data.arrow import described, pyarrow, rows_of
+from fleet.data import line_parser
 from fleet.data.batches import Rows
-from fleet.data.columns import Column, Floats, Ids, Ignored
+from fleet.data.columns import Column, Floats, Ids, Ignored, described
 from fleet.data.dataset import SampleFiles
 from fleet.data.faults import Faults
+from fleet.data.line_parser import CellParser
 from fleet.data.text import TODO, Piece, line_in_file, lines_of, ranges, shown
 from fleet.errors import ArgumentTypeError, ConfigurationError, DataError
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_NO_DELIMITERS = '"\r\n\0+-.' + string.digits + string.ascii_letters
 
 
 class Csv(SampleFiles):
@@ -91,91 +94,56 @@ class Csv(SampleFiles):
         return names
 
     def _read(self, piece: Piece, faults: Faults) -> Iterator[Rows]:
-        for first, text in lines_of(piece, faults):
-            if self.header and piece.begin == 0 and first == 1:
-                first, text = 2, text.partition(b"\n")[2]
-            yield from self._rows(piece, first, text, faults)
+        names = self._names[piece.file]
+        columns = {name: column for name, column in self.columns.items() if isinstance(column, Ids | Floats)}
+        places = [names.index(name) for name in columns]
+        marks = self.delimiter, self.list_delimiter
+        parser = CellParser([*columns.values()], self._layout, places, len(names), *marks)
+        for first, text, number in lines_of(piece, faults):
+            if piece.begin == 0 and first == 1:
+                text = text.removeprefix(_BYTE_ORDER_MARK)
+                if self.header:
+                    first, text, number = 2, text.partition(b"\n")[2], number - 1
+            parser.take(text, number)
+            while (fault := parser.fault()) != line_parser.DONE:
+                faults.found(partial(self._described, piece, first, parser, fault))
+            yield parser.rows()
 
-    def _rows(self, piece: Piece, first: int, text: bytes, faults: Faults) -> Iterator[Rows]:
-        """Yield the rows of these lines. pyarrow does not say which line it cannot read, so it is looked for by
-        halving."""
-        arrow = pyarrow("Reading CSV")
-
-        def malformed(line: int, where: str, expected: str, got: str) -> DataError:
-            return DataError(
-                "a line of a CSV file is malformed",
-                where=f"{piece.file}:{line_in_file(piece, line)}{where}",
-                expected=expected,
-                got=got,
-                todo=TODO,
-            )
-
-        def report(row: int, column: str, expected: str, got: str) -> None:
-            full = [number for number, line in enumerate(text.split(b"\n")) if line.strip(b"\r")]
-            faults.found(partial(malformed, first + full[row], f", column {column!r}", expected, got))
-
-        if not text.strip(b"\r\n"):
-            return
-        try:
-            arrays = self._arrays(piece.file, text)
-        except arrow.ArrowInvalid as error:
-            half = text.rfind(b"\n", 0, len(text) // 2) + 1 or text.find(b"\n") + 1
-            if half == len(text):
-                expected = f"{len(self._names[piece.file])} cells of the types asked for"
-                faults.found(partial(malformed, first, "", expected, f"{shown(text.rstrip())}: {error}"))
-                return
-            yield from self._rows(piece, first, text[:half], faults)
-            yield from self._rows(piece, first + text.count(b"\n", 0, half), text[half:], faults)
-        else:
-            yield rows_of(arrays, self.columns, self._layout, report)
-
-    def _arrays(self, file: str, text: bytes) -> dict[str, Any]:
-        arrow = pyarrow("Reading CSV")
-        from pyarrow import csv as reader
-
-        wanted = {name: column for name, column in self.columns.items() if isinstance(column, Ids | Floats)}
-        table = reader.read_csv(
-            arrow.BufferReader(text),
-            read_options=reader.ReadOptions(
-                use_threads=False, block_size=len(text) + 1, column_names=list(self._names[file])
-            ),
-            parse_options=reader.ParseOptions(delimiter=self.delimiter),
-            convert_options=reader.ConvertOptions(
-                column_types={name: self._cell(column) for name, column in wanted.items()},
-                include_columns=list(wanted),
-                null_values=[""],
-                strings_can_be_null=True,
-                quoted_strings_can_be_null=True,
-            ),
+    def _described(self, piece: Piece, first: int, parser: CellParser, fault: int) -> DataError:
+        of_line = {
+            line_parser.OTHER_CELLS: (f"{len(self._names[piece.file])} cells", f"{parser.number}"),
+            line_parser.OPEN_QUOTE: ("a second quote in the line", shown(parser.word)),
+        }
+        where = "" if fault in of_line else f", column {parser.column!r}"
+        column = self.columns[parser.column]
+        assert isinstance(column, Ids | Floats)
+        width = "a value" if column.width == 1 else f"{column.width} values"
+        word = shown(parser.word)
+        of_cell = {
+            line_parser.NO_VALUE: (width, "nothing"),
+            line_parser.OTHER_WIDTH: (width, f"{parser.number}"),
+            line_parser.NO_ID: ("a whole number", word),
+            line_parser.ID_RANGE: ("a whole number from -2^63 to 2^64 - 1", word),
+            line_parser.NO_FLOAT: ("a number", word),
+            line_parser.FLOAT_RANGE: ("a number that a float32 can hold", word),
+        }
+        expected, got = of_line[fault] if fault in of_line else of_cell[fault]
+        return DataError(
+            "a line of a CSV file is malformed",
+            where=f"{piece.file}:{line_in_file(piece, first + parser.line)}{where}",
+            expected=expected,
+            got=got,
+            todo=TODO,
         )
-        arrays = {name: table.column(name).combine_chunks() for name in wanted}
-        return {name: self._split(array, wanted[name]) for name, array in arrays.items()}
-
-    def _has_lists(self, column: Ids | Floats) -> bool:
-        return self.list_delimiter is not None and column.width != 1
-
-    def _cell(self, column: Ids | Floats) -> Any:
-        arrow = pyarrow("Reading CSV")
-        if self._has_lists(column) or (isinstance(column, Ids) and column.hash):
-            return arrow.string()
-        return arrow.int64() if isinstance(column, Ids) else arrow.float64()
-
-    def _split(self, array: Any, column: Ids | Floats) -> Any:
-        if not self._has_lists(column):
-            return array
-        arrow = pyarrow("Reading CSV")
-        if isinstance(column, Ids):
-            kind = arrow.string() if column.hash else arrow.int64()
-        else:
-            kind = arrow.float64()
-        return arrow.compute.split_pattern(array, self.list_delimiter).cast(arrow.list_(kind))
 
 
 def _checked_delimiter(name: str, value: object) -> str:
     if not isinstance(value, str):
         raise ArgumentTypeError(f"{name} must be a string", got=repr(value))
-    if len(value) != 1 or not value.isascii() or value in '"\r\n':
+    if len(value) != 1 or not value.isascii() or value in _NO_DELIMITERS:
         raise ConfigurationError(
-            f"{name} is impossible", expected="one ASCII character, no quote or end of line", got=repr(value)
+            f"{name} is impossible",
+            expected="one ASCII character, no quote or end of line, and none that a number may have",
+            got=repr(value),
         )
     return value

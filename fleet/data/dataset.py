@@ -24,7 +24,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from fleet.base import checks
-from fleet.data.batches import Rows, batch_of, collated, samples_of
+from fleet.data.batches import Batches, Rows, collated, samples_of
 from fleet.data.columns import Batch, Column, check_columns, layout
 from fleet.data.faults import Faults
 from fleet.data.order import dealt, shuffled
@@ -181,7 +181,7 @@ class SampleFiles(IterableDataset[Batch], ABC):
         shuffle = self.shuffle_mb > 0
         pieces = dealt(self._all_pieces, reader, readers, key if shuffle else None)
         step = self.batch_size or TOGETHER
-        faults = Faults(skip=self.on_error == "skip")
+        faults, batches = Faults(skip=self.on_error == "skip"), Batches(self._layout)
         for window in self._windows(pieces, start, faults):
             rows, begins = window.rows, window.begins
             if shuffle:
@@ -190,7 +190,7 @@ class SampleFiles(IterableDataset[Batch], ABC):
                 order = np.arange(rows.number)
             for done in range(start.done, rows.number, step):
                 picks = order[done : done + step]
-                batch = batch_of(rows, picks, self._layout)
+                batch = batches.make(rows, picks)
                 if self.batch_size is not None:
                     self._position = replace(begins, done=done + len(picks))
                     yield batch

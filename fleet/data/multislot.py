@@ -17,7 +17,7 @@ from fleet.data.batches import Rows
 from fleet.data.columns import Column, Floats, Ids, layout
 from fleet.data.dataset import SampleFiles
 from fleet.data.faults import Faults
-from fleet.data.line_parser import Parser
+from fleet.data.line_parser import SlotParser
 from fleet.data.text import TODO, Piece, line_in_file, lines_of, ranges, shown
 from fleet.errors import ArgumentTypeError, ConfigurationError, DataError
 
@@ -49,25 +49,25 @@ class MultiSlot(SampleFiles):
         return ranges(file)
 
     def _read(self, piece: Piece, faults: Faults) -> Iterator[Rows]:
-        parser = Parser(layout(self.columns))
-        for first, text in lines_of(piece, faults):
-            parser.take(text)
+        parser = SlotParser(layout(self.columns))
+        for first, text, number in lines_of(piece, faults):
+            parser.take(text, number)
             while (fault := parser.fault()) != line_parser.DONE:
                 faults.found(partial(self._described, piece, first, parser, fault))
             yield parser.rows()
 
-    def _described(self, piece: Piece, first: int, parser: Parser, fault: int) -> DataError:
-        expected, got = _expected_and_got(fault, parser, self.columns[parser.slot])
+    def _described(self, piece: Piece, first: int, parser: SlotParser, fault: int) -> DataError:
+        expected, got = _expected_and_got(fault, parser, self.columns[parser.column])
         return DataError(
             "a line of MultiSlot text is malformed",
-            where=f"{piece.file}:{line_in_file(piece, first + parser.line)}, slot {parser.slot!r}",
+            where=f"{piece.file}:{line_in_file(piece, first + parser.line)}, slot {parser.column!r}",
             expected=expected,
             got=got,
             todo=TODO,
         )
 
 
-def _expected_and_got(fault: int, parser: Parser, column: Column) -> tuple[str, str]:
+def _expected_and_got(fault: int, parser: SlotParser, column: Column) -> tuple[str, str]:
     word = shown(parser.word)
     count = "how many values the slot has, 1 or more"
     told: dict[int, tuple[str, str]] = {

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from fleet.data.arrow import described, fits, pyarrow, rows_of
+from fleet.data.arrow import fits, pyarrow, rows_of
 from fleet.data.batches import Rows
-from fleet.data.columns import Column, Floats, Ids, Ignored
+from fleet.data.columns import Column, Floats, Ids, Ignored, described
 from fleet.data.dataset import SampleFiles
 from fleet.data.faults import Faults
 from fleet.data.text import TODO, Piece, opened, unreadable

@@ -16,6 +16,8 @@ from functools import partial
 from os import PathLike
 from typing import IO, Any, NamedTuple
 
+import numpy as np
+
 from fleet.data.faults import Faults
 from fleet.errors import ArgumentTypeError, DataError
 
@@ -36,10 +38,11 @@ class Piece(NamedTuple):
 
 
 class Lines(NamedTuple):
-    """Holds whole lines, each with its end; ``first`` counts from one, from where the piece begins."""
+    """Holds so many whole lines, each with its end; ``first`` counts from one, from where the piece begins."""
 
     first: int
     text: bytes
+    number: int
 
 
 def check_files(files: object) -> list[str]:
@@ -112,15 +115,22 @@ def lines_of(piece: Piece, faults: Faults) -> Iterator[Lines]:
         block = rest + block
         cut = block.rfind(b"\n") + 1
         if cut:
-            yield Lines(line, block[:cut])
-            line += block.count(b"\n", 0, cut)
+            text = block[:cut]
+            number = _ends_of_lines(text)
+            yield Lines(line, text, number)
+            line += number
         rest = block[cut:]
         if len(rest) > LONGEST_LINE:
             told = ("a line is too long", f"at most {LONGEST_LINE} bytes", f"more, beginning with {shown(rest)}")
             faults.found(partial(malformed, *told))
             rest, overlong = b"", True
     if rest:
-        yield Lines(line, rest + b"\n")
+        yield Lines(line, rest + b"\n", 1)
+
+
+def _ends_of_lines(text: bytes) -> int:
+    """Count them as ``text.count`` does, in a fraction of its time."""
+    return int(np.count_nonzero(np.frombuffer(text, np.uint8) == ord("\n")))
 
 
 def line_in_file(piece: Piece, line: int) -> int:

@@ -6,7 +6,8 @@ the GIL and is kept on disk; numba picks the user's cache directory when the pac
 
 The disk cache knows a function by its own file only. A compiled function may therefore call another one of the same
 file, or one of another file whose meaning is fixed for ever (``mix``, ``row``, ``prefetch``, ``copy_bytes``,
-``touch``, ``read_file``, ``read_cached``, ``announce_read``, ``lying_at``).
+``touch``, ``read_file``, ``read_cached``, ``announce_read``, ``lying_at``, ``byte``, ``eight_bytes``,
+``trailing_zeros``, ``ones``).
 """
 
 from __future__ import annotations
@@ -303,6 +304,50 @@ def _announce_read(_context: Any, _file: Any, _offset: Any, _size: Any) -> Any:
     return types.void(types.int64, types.int64, types.int64), emit
 
 
+def _byte(_context: Any, text: Any, _at: Any) -> Any:
+    from numba import types
+
+    def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        data = context.make_array(text)(context, builder, args[0]).data
+        return builder.zext(builder.load(builder.gep(data, [args[1]])), context.get_value_type(types.int64))
+
+    return types.int64(text, types.int64), emit
+
+
+def _eight_bytes(_context: Any, text: Any, _at: Any) -> Any:
+    from llvmlite import ir
+    from numba import types
+
+    def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        data = context.make_array(text)(context, builder, args[0]).data
+        word = builder.load(builder.bitcast(builder.gep(data, [args[1]]), ir.IntType(64).as_pointer()))
+        word.align = 1
+        if sys.byteorder == "big":
+            word = builder.bswap(word)
+        return word
+
+    return types.uint64(text, types.int64), emit
+
+
+def _trailing_zeros(_context: Any, _word: Any) -> Any:
+    from llvmlite import ir
+    from numba import types
+
+    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.cttz(args[0], ir.IntType(1)(0))
+
+    return types.int64(types.uint64), emit
+
+
+def _ones(_context: Any, _word: Any) -> Any:
+    from numba import types
+
+    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.ctpop(args[0])
+
+    return types.int64(types.uint64), emit
+
+
 def _declared(module: Any, name: str, shape: Any) -> Any:
     """Return a function of the C library, which every process has."""
     from llvmlite import ir
@@ -350,6 +395,27 @@ def prefetch(rows: Rows, number: Any) -> None:
     Rows of a large table lie anywhere in memory, and waiting for them takes most of the time of every row loop. This is
     only a hint, so nothing changes but the speed; a negative number, which stands for "no row", asks for the first one.
     """
+
+
+@_code(_byte)
+def byte(text: Array, at: Any) -> int:  # type: ignore[empty-body]
+    """Return a byte of ``text``, which is of bytes. Nobody checks whether there is one."""
+
+
+@_code(_eight_bytes)
+def eight_bytes(text: Array, at: Any) -> Any:
+    """Return as a uint64 the eight bytes of ``text`` that begin there, the first one lowest. Nobody checks whether
+    there are as many."""
+
+
+@_code(_trailing_zeros)
+def trailing_zeros(word: Any) -> int:  # type: ignore[empty-body]
+    """Return how many bits of a uint64 are 0 below the lowest that is 1; 64 if there is none."""
+
+
+@_code(_ones)
+def ones(word: Any) -> int:  # type: ignore[empty-body]
+    """Return how many bits of a uint64 are 1."""
 
 
 @_code(_touch)
