@@ -161,14 +161,19 @@ def test_a_malformed_row_of_parquet(tmp_path: Path, column: Any, values: Any, ex
 @pytest.mark.parametrize(
     ("line", "where", "message"),
     [
-        ("x,1,1", "", "invalid value 'x'"),
-        ("1,1", "", "Expected 3 columns, got 2"),
-        ("1,1,1,1", "", "Expected 3 columns, got 4"),
-        ("1,y,1", "", "invalid value 'y'"),
-        ("1,1,1|z", "", "'z'"),
-        ("1,1e60,1", ", column 'b'", "got 1e+60"),
+        ("x,1,1", ", column 'a'", "expected a whole number; got 'x'"),
+        ("1,1", "", "expected 3 cells; got 2"),
+        ("1,1,1,1", "", "expected 3 cells; got 4"),
+        ("1,y,1", ", column 'b'", "expected a number; got 'y'"),
+        ("1,1,1|z", ", column 'c'", "expected a whole number; got 'z'"),
+        ("1,1,1|", ", column 'c'", "expected a whole number; got ''"),
+        ("1,1e60,1", ", column 'b'", "expected a number that a float32 can hold; got '1e60'"),
         (",1,1", ", column 'a'", "expected a value; got nothing"),
-        ("1.5,1,1", "", "invalid value '1.5'"),
+        ('"",1,1', ", column 'a'", "expected a value; got nothing"),
+        ("1.5,1,1", ", column 'a'", "expected a whole number; got '1.5'"),
+        ("2" * 20 + ",1,1", ", column 'a'", "expected a whole number from -2^63 to 2^64 - 1; got '2222"),
+        ('1,"1,1', "", "expected a second quote in the line; got '1,\"1,1'"),
+        ('1,"1""1",1', ", column 'b'", "expected a number; got '1\"1'"),
     ],
 )
 def test_a_malformed_line_of_csv(
@@ -214,6 +219,8 @@ def test_columns_that_a_csv_file_has_not(tmp_path: Path, content: str, got: str)
     ("kind", "arguments", "error", "message"),
     [
         (Csv, {"delimiter": ";;"}, ConfigurationError, "delimiter is impossible"),
+        (Csv, {"delimiter": "e"}, ConfigurationError, "none that a number may have; got 'e'"),
+        (Csv, {"delimiter": ",", "list_delimiter": "-"}, ConfigurationError, "list_delimiter is impossible"),
         (Csv, {"delimiter": 3}, ArgumentTypeError, "delimiter must be a string"),
         (Csv, {"list_delimiter": ","}, ConfigurationError, "delimiter and list_delimiter are the same"),
         (Csv, {"header": 1}, ArgumentTypeError, "header must be True or False"),
@@ -237,9 +244,10 @@ def test_what_is_no_parquet_file(tmp_path: Path) -> None:
 def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = csv(tmp_path, "a\n1\n")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    for kind in (Csv, Parquet):
-        with pytest.raises(UnsupportedError, match=re.escape("pip install 'torch-fleet[arrow]'")):
-            list(kind(files, {"a": Ids(1)}))
+    with pytest.raises(UnsupportedError, match=re.escape("pip install 'torch-fleet[arrow]'")):
+        list(Parquet(files, {"a": Ids(1)}))
+    (batch,) = Csv(files, {"a": Ids(1)}, batch_size=1)
+    assert batch["a"].tolist() == [[1]]
 
 
 @pytest.mark.parametrize("stop", [0, 3, 9])

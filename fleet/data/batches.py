@@ -100,14 +100,25 @@ def _spread(
             at += width
 
 
+class _Run(NamedTuple):
+    """Holds columns of one kind and one width whose values lie one after the other, or one column of any number."""
+
+    names: tuple[str, ...]
+    is_real: bool
+    width: int
+    start: int
+    stop: int
+    offsets: int
+
+
 class _Places(NamedTuple):
-    """Says where the columns of a batch lie: among its floats or its whole numbers, and where its offsets, if any."""
+    """Says where the columns of a batch lie, among its floats or its whole numbers, and how many there are of these."""
 
     starts: Indices
-    totals: Indices
     offsets: Indices
     ids: int
     floats: int
+    runs: tuple[_Run, ...]
 
 
 class Batches:
@@ -121,23 +132,20 @@ class Batches:
 
     def make(self, rows: Rows, picks: Indices) -> Batch:
         """Return the picked rows as tensors, in this order."""
-        layout, size = self._layout, len(picks)
-        starts, totals, offsets, of_ids, of_floats = self._places(rows, picks)
-        ids, floats = np.empty(of_ids, np.int64), np.empty(of_floats, np.float32)
+        layout, size, places = self._layout, len(picks), self._places(rows, picks)
+        ids, floats = np.empty(places.ids, np.int64), np.empty(places.floats, np.float32)
         lines = rows.words[: len(rows.words) // _LINE * _LINE].reshape(-1, _LINE)
-        how = (layout.kinds, layout.widths, starts, offsets)
+        how = (layout.kinds, layout.widths, places.starts, places.offsets)
         _spread(rows.words, lines, rows.words.view(np.float32), rows.bounds, picks, *how, ids, floats)
 
         all_ids, all_floats = torch.from_numpy(ids), torch.from_numpy(floats)
-        batch: Batch = {}
-        described = zip(
-            layout.names,
-            *(each.tolist() for each in (self._real, layout.widths, starts, totals, offsets)),
-            strict=True,
-        )
-        for name, is_real, width, start, total, offset in described:
-            values = (all_floats if is_real else all_ids)[start : start + total]
-            batch[name] = values.view(size, width) if width else Ragged(values, all_ids[offset : offset + size])
+        batch: Batch = dict.fromkeys(layout.names)  # type: ignore[assignment]
+        for run in places.runs:
+            values = (all_floats if run.is_real else all_ids)[run.start : run.stop]
+            if run.width:
+                batch.update(zip(run.names, values.view(-1, size, run.width).unbind(), strict=True))
+            else:
+                batch[run.names[0]] = Ragged(values, all_ids[run.offsets : run.offsets + size])
         return batch
 
     def _places(self, rows: Rows, picks: Indices) -> _Places:
@@ -150,10 +158,22 @@ class Batches:
         of_floats, of_ids, of_offsets = np.where(real, totals, 0), np.where(real, 0, totals), np.where(ragged, size, 0)
         starts = np.where(real, np.cumsum(of_floats) - of_floats, np.cumsum(of_ids) - of_ids)
         offsets = of_ids.sum() + np.cumsum(of_offsets) - of_offsets
-        places = _Places(starts, totals, offsets, of_ids.sum() + of_offsets.sum(), of_floats.sum())
+        runs = self._runs(starts.tolist(), totals.tolist(), offsets.tolist())
+        places = _Places(starts, offsets, int(of_ids.sum() + of_offsets.sum()), int(of_floats.sum()), runs)
         if not ragged.any():
             self._fixed = {size: places}
         return places
+
+    def _runs(self, starts: list[int], totals: list[int], offsets: list[int]) -> tuple[_Run, ...]:
+        runs: dict[bool, list[_Run]] = {True: [], False: []}
+        columns = zip(self._layout.names, self._real.tolist(), self._layout.widths.tolist(), strict=True)
+        for (name, is_real, width), start, total, offset in zip(columns, starts, totals, offsets, strict=True):
+            last = runs[is_real][-1] if runs[is_real] else None
+            if last is not None and width and last.width == width:
+                runs[is_real][-1] = last._replace(names=(*last.names, name), stop=start + total)
+            else:
+                runs[is_real].append(_Run((name,), is_real, width, start, start + total, offset))
+        return (*runs[True], *runs[False])
 
 
 def samples_of(batch: Batch) -> Iterator[Batch]:

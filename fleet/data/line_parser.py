@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fleet.data.batches import Rows
-from fleet.data.columns import FLOATS, IDS, IGNORED, Floats, Ids, Layout
+from fleet.data.columns import FLOATS, IGNORED, Floats, Ids, Layout
 from fleet.numeric.jit import byte, compiled, eight_bytes, ones, trailing_zeros
 
 # What is in the state of a loop, which it is given and leaves behind.
@@ -32,8 +32,8 @@ NO_VALUE, OTHER_CELLS, OPEN_QUOTE = range(11, 14)
 # What a word was.
 _GOOD, _MALFORMED, _OUT_OF_RANGE, _DOUBTFUL = range(4)
 
-# What is in a column, beside IDS and FLOATS: strings that become ids, and several values.
-_HASHED, _SEVERAL = IGNORED + 1, IGNORED + 2
+#: What is in a column, beside IDS and FLOATS: strings that become ids.
+_HASHED = IGNORED + 1
 
 #: So many doubtful floats are remembered, at first.
 _ROOM = 4096
@@ -355,31 +355,39 @@ def _together(marks: Any) -> Any:
 
 
 @compiled
-def _find_cells(text: Any, size: int, delimiter: int, places: Any, lines: Any) -> None:
-    """Write into ``places`` where all delimiters and ends of lines are, and into ``lines`` which of these the end of
-    each line is, and whether the line has a quote. Sixty-four bytes are looked at together: which of a few have a mark
-    is what no processor foresees."""
-    delimiters, found, line, has_quotes = _EACH * np.uint64(delimiter), 0, 0, 0
+def _find_cells(text: Any, size: int, delimiter: int, may_quote: bool, places: Any, lines: Any) -> None:
+    """Write into ``places`` where all delimiters and ends of lines are, behind what stands for one before the text, and
+    into ``lines`` which of these the end of each line is, and whether the line has a quote. Sixty-four bytes are looked
+    at together: which of a few have a mark is what no processor foresees."""
+    delimiters, found, line, has_quotes = _EACH * np.uint64(delimiter), 1, 0, 0
+    places[0] = -1
     for at in range(0, size, 64):
-        marks, ends, quotes = np.uint64(0), np.uint64(0), np.uint64(0)
+        marks, special = np.uint64(0), np.uint64(0)
         for part in range(8):
-            word, shift = eight_bytes(text, at + 8 * part), np.uint64(8 * part)
+            word = eight_bytes(text, at + 8 * part)
             end = _equal(word, _NEWLINES)
-            ends |= _together(end) << shift
-            marks |= _together(end | _equal(word, delimiters)) << shift
-            quotes |= _together(_equal(word, _QUOTES)) << shift
+            special |= end
+            if may_quote:
+                special |= _equal(word, _QUOTES)
+            marks |= _together(end | _equal(word, delimiters)) << np.uint64(8 * part)
         if at + 64 > size:  # what is behind the chunk
-            own = (_ONE << np.uint64(size - at)) - _ONE
-            marks, ends, quotes = marks & own, ends & own, quotes & own
-        while ends != 0:
-            up_to = ends ^ (ends - _ONE)
-            lines[line, 0] = found + ones(marks & up_to) - 1
-            lines[line, 1] = has_quotes | (quotes & up_to != 0)
-            quotes &= ~up_to
-            has_quotes = 0
-            line += 1
-            ends &= ends - _ONE
-        has_quotes |= quotes != 0
+            marks &= (_ONE << np.uint64(size - at)) - _ONE
+        if special != 0:
+            ends, quotes = np.uint64(0), np.uint64(0)
+            for part in range(8):
+                word, shift = eight_bytes(text, at + 8 * part), np.uint64(8 * part)
+                ends |= _together(_equal(word, _NEWLINES)) << shift
+                quotes |= _together(_equal(word, _QUOTES)) << shift
+            ends &= marks
+            while ends != 0:
+                up_to = ends ^ (ends - _ONE)
+                lines[line, 0] = found + ones(marks & up_to) - 1
+                lines[line, 1] = has_quotes | (quotes & up_to != 0)
+                quotes &= ~up_to
+                has_quotes = 0
+                line += 1
+                ends &= ends - _ONE
+            has_quotes |= quotes != 0
         stop = found + ones(marks)
         while found < stop:
             for each in range(8):  # more than there are, which the next ones are written over
@@ -545,30 +553,25 @@ def _parse_cells(
     doubtful: Any,
     state: Any,
 ) -> int:
-    """Do as ``_parse_slots`` for lines whose cells were found; ``plain`` says what is in a column that has one value.
-    What has come of a line with quotes lies in ``unquoted``, and the begin and end of a doubtful float there are told
-    as less than none."""
+    """Do as ``_parse_slots`` for lines whose cells were found; ``plain`` says what is in each column, if each has one
+    value. What has come of a line with quotes lies in ``unquoted``, and the begin and end of a doubtful float there are
+    told as less than none."""
     line, row, to, doubts = state[LINE], state[ROW], state[WORD], state[DOUBTFUL]
     how = (sources, kinds, widths, hashed, filled, fillings, words, reals)
     while line < len(lines):
-        last, place = lines[line, 0], lines[line - 1, 0] + 1 if line > 0 else 0
-        at, stop = places[place - 1] + 1 if place > 0 else 0, places[last]
+        last, place = lines[line, 0], lines[line - 1, 0] + 1 if line > 0 else 1
+        at, stop = places[place - 1] + 1, places[last]
         doubts_before, fault = doubts, DONE
-        column, begin, end, number = 0, at, stop, last - place + 1
+        column, begin, end, number = 0, at, stop + 0, last - place + 1
         if stop > at and byte(text, stop - 1) == _RETURN:
-            stop -= 1
-        if stop == at and number == 1:  # an empty line is no sample
+            end -= 1
+        if end == at and number == 1:  # an empty line is no sample
             line += 1
             continue
         has_quotes = lines[line, 1] != 0
         if has_quotes:
             number = _unquoted_cells(text, at, delimiter, unquoted, begins, ends)
-        elif number == len(begins):
-            for cell in range(number):
-                ends[cell] = places[place + cell]
-                begins[cell] = at
-                at = ends[cell] + 1
-            ends[number - 1] = stop
+        places[last] = end  # until the next line begins behind it
         if number != len(begins):
             fault, has_quotes = OPEN_QUOTE if number < 0 else OTHER_CELLS, False
         elif has_quotes:
@@ -580,8 +583,8 @@ def _parse_cells(
         else:
             column = 0
             while column < len(plain):  # as it mostly is: one value in each cell, and nothing wrong
-                cell = sources[column]
-                begin, end = begins[cell], ends[cell]
+                cell = place + sources[column]
+                begin, end = places[cell - 1] + 1, places[cell]
                 if begin == end:
                     if not filled[column]:
                         break
@@ -601,20 +604,21 @@ def _parse_cells(
                             break
                         words[to + column] = 0
                         reals[2 * (to + column)] = np.float32(real)
-                    elif plain[column] == IDS:
+                    else:
                         at, value, status = _whole(text, begin)
                         if at != end or status != _GOOD:
                             break
                         words[to + column] = value
-                    else:
-                        break
                 column += 1
-            if column == len(plain):
+            if column > 0 and column == len(plain):
                 to += column
             else:
+                for cell in range(number):
+                    begins[cell], ends[cell] = places[place + cell - 1] + 1, places[place + cell]
                 fault, to, doubts, column, begin, end, number = _row(
                     text, inner, begins, ends, *how, to, doubtful, doubts
                 )
+        places[last] = stop
         if fault != DONE:
             state[ROW], state[WORD], state[DOUBTFUL] = row, bounds[row], doubts_before
             state[COLUMN], state[BEGIN], state[END] = column, begin, end
@@ -759,7 +763,8 @@ class CellParser(Parser):
         for place, each in enumerate(columns):
             kind = np.int64 if isinstance(each, Ids) else np.float32
             self._fillings[place : place + 1].view(kind)[0] = each.missing or 0
-        self._plain = np.where(slots.widths == 1, np.where(self._hashed, _HASHED, slots.kinds), _SEVERAL)
+        has_one = bool((slots.widths == 1).all())
+        self._plain = np.where(self._hashed, _HASHED, slots.kinds)[: None if has_one else 0]
         self._least = int(np.maximum(slots.widths, 1).sum())
         super().__init__(slots)
 
@@ -769,7 +774,7 @@ class CellParser(Parser):
             self._places = np.empty(len(self._text), np.int32)
             self._unquoted = np.empty(len(self._text), np.uint8)
         self._lines = np.empty((lines, 2), np.int32)
-        _find_cells(self._text, self._size, self._marks[0], self._places, self._lines)
+        _find_cells(self._text, self._size, self._marks[0], b'"' in text, self._places, self._lines)
 
     def _most_words(self, size: int, lines: int) -> int:
         return size + lines * self._least

@@ -31,9 +31,34 @@ def _keys(parts: Any, number: int) -> Any:
     return keys
 
 
+@compiled
+def _order(keys: Any) -> Any:
+    """Return the places of the keys in their order, and of equal ones in the order of their places. The keys are as
+    good as random, so their first bits deal them to boxes of a few."""
+    shift = np.uint64(63)
+    while shift > 0 and len(keys) >> np.int64(np.uint64(64) - shift) > 2:
+        shift -= np.uint64(1)
+    ends = np.zeros((np.uint64(2**64 - 1) >> shift) + np.uint64(2), np.int64)
+    for key in keys:
+        ends[np.int64(key >> shift) + 1] += 1
+    for box in range(1, len(ends)):
+        ends[box] += ends[box - 1]
+    order = np.empty(len(keys), np.int64)
+    begins = ends.copy()
+    for place in range(len(keys)):
+        mine = np.int64(keys[place] >> shift)
+        at = ends[mine]
+        ends[mine] += 1
+        while at > begins[mine] and keys[order[at - 1]] > keys[place]:
+            order[at] = order[at - 1]
+            at -= 1
+        order[at] = place
+    return order
+
+
 def shuffled(number: int, *key: int) -> npt.NDArray[np.int64]:
     """Return the numbers below ``number`` in an order that the key decides; another key gives another order."""
-    return np.argsort(_keys(np.array(key, np.int64), number), kind="stable")
+    return np.asarray(_order(_keys(np.array(key, np.int64), number)))
 
 
 def dealt(pieces: Sequence[T], reader: int, readers: int, shuffle: Sequence[int] | None) -> list[T]:

@@ -20,6 +20,7 @@ import numpy as np
 
 from fleet.data.faults import Faults
 from fleet.errors import ArgumentTypeError, DataError
+from fleet.numeric.jit import compiled
 
 PIECE = 4 << 20
 CHUNK = 1 << 20
@@ -112,14 +113,15 @@ def lines_of(piece: Piece, faults: Faults) -> Iterator[Lines]:
             if not end:
                 continue
             block, overlong, line = block[end:], False, line + 1
-        block = rest + block
         cut = block.rfind(b"\n") + 1
         if cut:
-            text = block[:cut]
+            text = b"".join((rest, memoryview(block)[:cut]))
             number = _ends_of_lines(text)
             yield Lines(line, text, number)
             line += number
-        rest = block[cut:]
+            rest = block[cut:]
+        else:
+            rest += block
         if len(rest) > LONGEST_LINE:
             told = ("a line is too long", f"at most {LONGEST_LINE} bytes", f"more, beginning with {shown(rest)}")
             faults.found(partial(malformed, *told))
@@ -128,9 +130,17 @@ def lines_of(piece: Piece, faults: Faults) -> Iterator[Lines]:
         yield Lines(line, rest + b"\n", 1)
 
 
+@compiled
+def _count(text: Any, character: int) -> int:
+    """Count as ``bytes.count`` does, in a fraction of its time."""
+    number = 0
+    for each in text:
+        number += each == character
+    return number
+
+
 def _ends_of_lines(text: bytes) -> int:
-    """Count them as ``text.count`` does, in a fraction of its time."""
-    return int(np.count_nonzero(np.frombuffer(text, np.uint8) == ord("\n")))
+    return _count(np.frombuffer(text, np.uint8), ord("\n"))
 
 
 def line_in_file(piece: Piece, line: int) -> int:
