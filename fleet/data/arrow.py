@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,34 +52,47 @@ def fits(kind: Any, column: Ids | Floats) -> bool:
 
 
 class _Taken(NamedTuple):
-    """Holds one column: its values one after the other, and how many each row has."""
+    """Holds one column: its values one after the other, and how many each row has, unless that is its width."""
 
     values: npt.NDArray[Any]
-    lengths: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64] | None
     bad: dict[int, tuple[str, str]]
 
 
-def rows_of(arrays: Mapping[str, Any], columns: Mapping[str, Column], layout: Layout, report: Report) -> Rows:
-    """Return the rows that are not malformed; report the others, in their order."""
+def rows_of(
+    arrays: Mapping[str, Any], number: int, columns: Mapping[str, Column], layout: Layout, report: Report
+) -> Rows:
+    """Return those of so many rows that are not malformed; report the others, in their order."""
     taken = {name: _taken(array, columns[name]) for name, array in arrays.items()}
     bad = {row: (name, *told) for name, each in reversed(taken.items()) for row, told in each.bad.items()}
     for row in sorted(bad):
         report(row, *bad[row])
-    parts = [_without(taken[name], list(bad)) for name in layout.names]
-    return interleaved([(values, np.append(0, np.cumsum(lengths))) for values, lengths, _ in parts], layout)
+    if bad:
+        keep = np.ones(number, np.bool_)
+        keep[list(bad)] = False
+        number -= len(bad)
+        taken = {name: _kept(each, keep, columns[name]) for name, each in taken.items()}
+    parts = [(taken[name], columns[name].width) for name in layout.names]  # type: ignore[union-attr]
+    flat = [(each.values, None if width else _offsets(each.lengths)) for each, width in parts]
+    return interleaved(flat, number, layout)
 
 
-def _without(taken: _Taken, bad: Sequence[int]) -> _Taken:
-    if not bad:
-        return taken
-    keep = np.ones(len(taken.lengths), np.bool_)
-    keep[bad] = False
+def _offsets(lengths: npt.NDArray[np.int64] | None) -> npt.NDArray[np.int64]:
+    assert lengths is not None
+    return np.append(0, np.cumsum(lengths))
+
+
+def _kept(taken: _Taken, keep: npt.NDArray[np.bool_], column: Column) -> _Taken:
+    assert isinstance(column, Ids | Floats)
+    if taken.lengths is None:
+        return _Taken(taken.values[np.repeat(keep, column.width or 1)], None, {})
     return _Taken(taken.values[np.repeat(keep, taken.lengths)], taken.lengths[keep], {})
 
 
 def _taken(array: Any, column: Column) -> _Taken:
     assert isinstance(column, Ids | Floats)
     arrow = pyarrow("Arrow")
+    is_whole = False
     if is_list(array.type):
         array = array.cast(arrow.large_list(array.type.value_type))
         lengths = arrow.compute.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
@@ -88,18 +101,24 @@ def _taken(array: Any, column: Column) -> _Taken:
         owners = np.repeat(np.arange(len(lengths)), lengths)[empty]
         bad = {int(row): ("values", "a null in the list") for row in owners}
         array = array.fill_null(_neutral(array.type)) if len(owners) else array
-    else:
+    elif array.null_count:
         lengths = array.is_valid().to_numpy(zero_copy_only=False).astype(np.int64)
         array = array.drop_null()
         bad = {}
+    else:
+        is_whole, lengths, bad = column.width is not None, np.ones(len(array), np.int64), {}
     values = _numbers(array, column)
-    if isinstance(column, Floats):
+    if isinstance(column, Floats) and values.dtype != np.float32:
         given = values
         with np.errstate(over="ignore"):
             values = given.astype(np.float32)
-        lost = np.isinf(values) & np.isfinite(given)
-        for row, value in zip(np.repeat(np.arange(len(lengths)), lengths)[lost].tolist(), given[lost], strict=True):
-            bad[row] = ("a number that a float32 can hold", str(value))
+        if np.isinf(values).any():
+            lost = np.isinf(values) & np.isfinite(given)
+            owners = np.repeat(np.arange(len(lengths)), lengths)[lost]
+            for row, value in zip(owners.tolist(), given[lost], strict=True):
+                bad[row] = ("a number that a float32 can hold", str(value))
+    if is_whole:
+        return _Taken(values, None, bad)
     if column.width is None:
         return _Taken(values, lengths, bad)
     missing = (lengths == 0) if column.missing is not None else np.zeros(len(lengths), np.bool_)
@@ -134,7 +153,7 @@ def _numbers(array: Any, column: Ids | Floats) -> npt.NDArray[Any]:
         _hash(np.frombuffer(text, np.uint8) if text else np.empty(0, np.uint8), bounds, ids)
         return ids
     numbers = np.asarray(array.to_numpy(zero_copy_only=False))
-    return numbers.view(np.int64) if numbers.dtype == np.uint64 else numbers.astype(np.int64)
+    return numbers.view(np.int64) if numbers.dtype == np.uint64 else numbers.astype(np.int64, copy=False)
 
 
 @compiled

@@ -14,12 +14,14 @@ import numpy.typing as npt
 import torch
 
 from fleet.data.columns import FLOATS, Batch, Layout, Ragged, Words
-from fleet.numeric.jit import compiled, prefetch
+from fleet.numeric.jit import compiled, lying_at, prefetch
 
 Indices = npt.NDArray[np.int64]
 
 #: So many words lie in a line of the cache, and so many rows ahead a row is asked for.
 _LINE, _AHEAD = 8, 8
+#: So many rows are made of columns at a time.
+_TOGETHER = 64
 
 
 class Rows(NamedTuple):
@@ -203,33 +205,72 @@ def collated(samples: Sequence[Batch], layout: Layout) -> Batch:
 
 
 @compiled
-def _place(words: Any, at: Any, values: Any, offsets: Any, counted: bool) -> None:
-    """Write one column into all rows: row i goes on at ``at[i]``, which moves behind what was written."""
-    for row in range(len(at)):
-        to = at[row]
-        begin, end = offsets[row], offsets[row + 1]
-        if counted:
-            words[to] = end - begin
-            to += 1
-        for number in range(begin, end):
-            words[to] = values[number]
-            to += 1
-        at[row] = to
+def _interleave(
+    words: Any,
+    reals: Any,
+    bounds: Any,
+    kinds: Any,
+    widths: Any,
+    values: Any,
+    offsets: Any,
+    like_ids: Any,
+    like_floats: Any,
+) -> None:
+    """Write columns into rows, of which it is known where they begin; ``values`` and ``offsets`` are addresses. A few
+    rows are written at a time, since more of them do not stay in the nearest cache until the last column."""
+    number = len(bounds) - 1
+    at = np.empty(_TOGETHER, np.int64)
+    for first in range(0, number, _TOGETHER):
+        stop = min(first + _TOGETHER, number)
+        at[: stop - first] = bounds[first:stop]
+        for column in range(len(widths)):
+            width, count = widths[column], number * widths[column]
+            begins = lying_at(like_ids, offsets[column], number + 1)
+            if width == 0:
+                count = begins[number]
+            whole, real = lying_at(like_ids, values[column], count), lying_at(like_floats, values[column], count)
+            if width == 1:  # as it mostly is
+                for row in range(first, stop):
+                    to = at[row - first]
+                    if kinds[column] == FLOATS:
+                        words[to] = 0
+                        reals[2 * to] = real[row]
+                    else:
+                        words[to] = whole[row]
+                    at[row - first] = to + 1
+                continue
+            for row in range(first, stop):
+                to, begin = at[row - first], row * width
+                end = begin + width
+                if width == 0:
+                    begin, end = begins[row], begins[row + 1]
+                    words[to] = end - begin
+                    to += 1
+                for place in range(begin, end):
+                    if kinds[column] == FLOATS:
+                        words[to] = 0
+                        reals[2 * to] = real[place]
+                    else:
+                        words[to] = whole[place]
+                    to += 1
+                at[row - first] = to
 
 
-def interleaved(columns: Sequence[tuple[npt.NDArray[Any], Indices]], layout: Layout) -> Rows:
-    """Return rows made of columns, int64 or float32. Each column has its values, and the places where each row's begin,
-    with one more at the end."""
-    counted = layout.widths == 0
-    sizes = sum(np.diff(offsets) for _, offsets in columns) + counted.sum()
-    bounds = np.zeros(len(sizes) + 1, np.int64)
+def interleaved(columns: Sequence[tuple[npt.NDArray[Any], Indices | None]], number: int, layout: Layout) -> Rows:
+    """Return so many rows made of columns. Each has its values; and where that follows from no width, the places where
+    each row's begin, with one more at the end."""
+    kinds = [np.float32 if kind == FLOATS else np.int64 for kind in layout.kinds]
+    flat = [np.ascontiguousarray(values, kind) for (values, _), kind in zip(columns, kinds, strict=True)]
+    begins = [offsets for _, offsets in columns]
+    sizes = np.full(number, layout.widths.sum() + (layout.widths == 0).sum(), np.int64)
+    for offsets in begins:
+        if offsets is not None:
+            sizes += np.diff(offsets)
+    bounds = np.zeros(number + 1, np.int64)
     np.cumsum(sizes, out=bounds[1:])
     words = np.empty(bounds[-1], np.int64)
-    at = bounds[:-1].copy()
-    for (values, offsets), count in zip(columns, counted.tolist(), strict=True):
-        if values.dtype == np.float32:
-            wide = np.zeros(len(values), np.int64)
-            wide.view(np.float32)[::2] = values
-            values = wide
-        _place(words, at, values, offsets, count)
+    addresses = np.array([values.ctypes.data for values in flat])
+    of_offsets = np.array([0 if offsets is None else offsets.ctypes.data for offsets in begins])
+    like = (np.empty(0, np.int64), np.empty(0, np.float32))
+    _interleave(words, words.view(np.float32), bounds, layout.kinds, layout.widths, addresses, of_offsets, *like)
     return Rows(words, bounds)

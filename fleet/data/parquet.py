@@ -78,7 +78,7 @@ class Parquet(SampleFiles):
             )
             for portion in portions:
                 arrays = {name: portion.column(name) for name in self.columns}
-                yield rows_of(arrays, self.columns, self._layout, report)
+                yield rows_of(arrays, portion.num_rows, self.columns, self._layout, report)
                 row += portion.num_rows
 
 
