@@ -44,7 +44,7 @@ def value_of(cell: str, column: Ids | Floats) -> int | float:
     if isinstance(column, Floats):
         with np.errstate(over="ignore"):
             real = np.float32(found[1])  # rounded twice
-        if np.isfinite(real):
+        if np.isfinite(real) and len(found[3] or "") < 6:
             real = nearest_float32(found[1])
         if np.isinf(real) and "inf" not in found[1].lower():
             raise _WrongError
