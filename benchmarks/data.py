@@ -168,18 +168,18 @@ def readers(folder: Path, samples: int, peers: Path | None) -> dict[str, Callabl
     tabs: dict[str, Any] = {"delimiter": "\t", "header": False, "batch_size": BATCH}
     here: dict[str, Callable[[], int]] = {
         "MultiSlot": lambda: all_of(MultiSlot([plain], PLAIN, batch_size=BATCH)),
-        "MultiSlot, shuffled": lambda: all_of(MultiSlot([plain], PLAIN, batch_size=BATCH, shuffle_mb=64)),
+        "MultiSlot, shuffled": lambda: all_of(MultiSlot([plain], PLAIN, batch_size=BATCH, shuffle_mb=16)),
         "MultiSlot, bags": lambda: all_of(MultiSlot([bags], BAGS, batch_size=BATCH)),
         "MultiSlot, hand-over": lambda: handed_over(MultiSlot([plain], PLAIN, batch_size=BATCH)),
         "MultiSlot, bags, hand-over": lambda: handed_over(MultiSlot([bags], BAGS, batch_size=BATCH)),
         "MultiSlot, Criteo": lambda: all_of(MultiSlot([clicks[0]], PLAIN, batch_size=BATCH)),
-        "MultiSlot, Criteo, shuffled": lambda: all_of(MultiSlot([clicks[0]], PLAIN, batch_size=BATCH, shuffle_mb=64)),
+        "MultiSlot, Criteo, shuffled": lambda: all_of(MultiSlot([clicks[0]], PLAIN, batch_size=BATCH, shuffle_mb=16)),
         "Csv, Criteo": lambda: all_of(Csv([clicks[1]], CRITEO, **tabs)),
-        "Csv, Criteo, shuffled": lambda: all_of(Csv([clicks[1]], CRITEO, **tabs, shuffle_mb=64)),
+        "Csv, Criteo, shuffled": lambda: all_of(Csv([clicks[1]], CRITEO, **tabs, shuffle_mb=16)),
         "pyarrow.csv.read_csv, Criteo": lambda: clicks_by_pyarrow(clicks[1]),
         "Csv": lambda: all_of(Csv([csv], FLAT, batch_size=BATCH)),
         "Parquet": lambda: all_of(Parquet([parquet], FLAT, batch_size=BATCH)),
-        "Parquet, shuffled": lambda: all_of(Parquet([parquet], FLAT, batch_size=BATCH, shuffle_mb=64)),
+        "Parquet, shuffled": lambda: all_of(Parquet([parquet], FLAT, batch_size=BATCH, shuffle_mb=16)),
         "pyarrow.csv.read_csv": lambda: by_pyarrow(csv),
         "pyarrow, Parquet into tensors": lambda: tensors_by_pyarrow(parquet),
     }
