@@ -11,6 +11,7 @@ import numpy.typing as npt
 from fleet.data.batches import Rows, interleaved
 from fleet.data.columns import Column, Floats, Ids, Layout
 from fleet.errors import UnsupportedError
+from fleet.numeric.ids import fnv1a
 from fleet.numeric.jit import compiled
 
 #: Told of a malformed row: its number, the column, what was expected and what was found.
@@ -158,9 +159,6 @@ def _numbers(array: Any, column: Ids | Floats) -> npt.NDArray[Any]:
 
 @compiled
 def _hash(text: Any, bounds: Any, ids: Any) -> None:
-    """Write the 64-bit FNV-1a hash of each string's bytes into ``ids``."""
+    """Write the hash of each string's bytes into ``ids``."""
     for k in range(len(ids)):
-        state = np.uint64(0xCBF29CE484222325)
-        for at in range(bounds[k], bounds[k + 1]):
-            state = (state ^ np.uint64(text[at])) * np.uint64(0x100000001B3)
-        ids[k] = np.int64(state)
+        ids[k] = fnv1a(text, bounds[k], bounds[k + 1])

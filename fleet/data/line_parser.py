@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from fleet.data.batches import Rows
 from fleet.data.columns import FLOATS, IGNORED, Floats, Ids, Layout
+from fleet.numeric.ids import fnv1a
 from fleet.numeric.jit import byte, compiled, eight_bytes, ones, trailing_zeros
 
 # What is in the state of a loop, which it is given and leaves behind.
@@ -65,9 +66,6 @@ _PAIRS, _UPPER, _LOWER = np.uint64(0x000000FF000000FF), np.uint64(1000000 << 32 
 _7_BITS, _8_BITS, _16_BITS, _32_BITS, _56_BITS = (np.uint64(each) for each in (7, 8, 16, 32, 56))
 #: Multiplied by this, the lowest bits of eight bytes come together in the highest byte.
 _GATHER = np.uint64(0x0102040810204080)
-
-#: Of the 64-bit FNV-1a hash.
-_HASH_BEGIN, _HASH_PRIME = np.uint64(0xCBF29CE484222325), np.uint64(0x100000001B3)
 
 
 # ---------------------------------------------------------------------------------------------- words
@@ -438,14 +436,6 @@ def _unquoted_cells(text: Any, at: int, delimiter: int, unquoted: Any, begins: A
 
 
 @compiled
-def _hash(text: Any, begin: int, end: int) -> Any:
-    state = _HASH_BEGIN
-    for at in range(begin, end):
-        state = (state ^ np.uint64(byte(text, at))) * _HASH_PRIME
-    return np.int64(state)
-
-
-@compiled
 def _row(
     text: Any,
     inner: int,
@@ -485,7 +475,7 @@ def _row(
                     while end < stop and byte(text, end) != inner:
                         end += 1
                 if hashed[column]:
-                    words[to] = _hash(text, begin, end)
+                    words[to] = fnv1a(text, begin, end)
                 else:
                     digits, small = _digits(text, begin)
                     if digits > 0 and begin + digits == end:  # as it mostly is
@@ -590,7 +580,7 @@ def _parse_cells(
                         break
                     words[to + column] = fillings[column]
                 elif plain[column] == _HASHED:
-                    words[to + column] = _hash(text, begin, end)
+                    words[to + column] = fnv1a(text, begin, end)
                 else:
                     digits, small = _digits(text, begin)
                     if digits > 0 and begin + digits == end:

@@ -13,15 +13,18 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from fleet.numeric.jit import AHEAD, Array, Ids, Rows, Segments, compiled, prefetch, row, touch
+from fleet.numeric.jit import AHEAD, Array, Ids, Rows, Segments, byte, compiled, prefetch, row, touch
 
 #: Step of the splitmix64 sequence: 2^64 divided by the golden ratio, made odd.
 GAMMA = np.uint64(0x9E3779B97F4A7C15)
+
+#: Where the hash of a string begins, and what it is multiplied by: those of its authors.
+_FNV_BEGIN, _FNV_PRIME = np.uint64(0xCBF29CE484222325), np.uint64(0x100000001B3)
 
 #: Codes of the initializers in ``initial_rows``.
 CONSTANT, UNIFORM, NORMAL = 0, 1, 2
@@ -48,6 +51,15 @@ def mix(x: np.uint64) -> np.uint64:
     x ^= x >> np.uint64(27)
     x *= np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
+
+
+@compiled
+def fnv1a(text: Any, begin: int, end: int) -> Any:
+    """Return the 64-bit FNV-1a hash of some bytes, as an int64."""
+    state = _FNV_BEGIN
+    for at in range(begin, end):
+        state = (state ^ np.uint64(byte(text, at))) * _FNV_PRIME
+    return np.int64(state)
 
 
 @compiled

@@ -5,7 +5,7 @@ called: a process without sparse tables and hundreds of dense parameters pays fo
 the GIL and is kept on disk; numba picks the user's cache directory when the package's own is read-only.
 
 The disk cache knows a function by its own file only. A compiled function may therefore call another one of the same
-file, or one of another file whose meaning is fixed for ever (``mix``, ``row``, ``prefetch``, ``copy_bytes``,
+file, or one of another file whose meaning is fixed for ever (``mix``, ``fnv1a``, ``row``, ``prefetch``, ``copy_bytes``,
 ``touch``, ``read_file``, ``read_cached``, ``announce_read``, ``lying_at``, ``byte``, ``eight_bytes``,
 ``trailing_zeros``, ``ones``).
 """
