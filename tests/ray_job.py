@@ -12,6 +12,7 @@ from typing import Any
 
 import small_job
 import torch
+from harness import until
 from patience import PROCESSES_S
 
 import fleet
@@ -39,7 +40,7 @@ def body(job: Fleet, worker: int, folder: Path | None = None) -> list[torch.Tens
 
 def happen(folder: Path, moment: str) -> None:
     """Do once what is to happen at this moment: the name of a file, and what is in it. ``wait`` is for the end of
-    server 0, which is gone with its node or its driver."""
+    server 0, which is gone with its node or its driver, ``look`` until somebody has looked."""
     try:
         what, _, whom = (folder / moment).read_text().partition(" ")
         (folder / moment).unlink()
@@ -51,6 +52,10 @@ def happen(folder: Path, moment: str) -> None:
         deadline = time.monotonic() + PROCESSES_S
         while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
             time.sleep(0.01)
+        return
+    if what == "look":
+        (folder / "reached").touch()
+        until(lambda: (folder / "looked").exists(), PROCESSES_S)
         return
     if what == "fail":
         raise ValueError(f"no such {whom}")

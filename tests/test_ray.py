@@ -28,6 +28,7 @@ from prepared import Prepared
 from test_processes import ROOT
 
 import fleet
+import fleet.launch.cli
 import fleet.ray
 from fleet.base.cluster import Endpoint, Role
 from fleet.base.ports import is_taken
@@ -378,6 +379,25 @@ def test_a_job_ends_where_it_ends_in_one_process(cluster: Any, patient: None, tm
     results = fleet.ray.run(ray_job.train, tmp_path, server_num=2, worker_num=2, resources_per_worker={"CPU": 2})
     assert [(index, threads) for index, threads, _ in results] == [(0, "2"), (1, "2")]
     assert ends_as_in_one_process(results)
+    assert_nothing_is_left(tmp_path)
+
+
+@on_ray
+def test_a_job_is_looked_at_like_any_other(
+    cluster: Any, patient: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FLEET_AUTH_TOKEN", "of-who-looks-too" * 2)
+    (tmp_path / "worker-0-step-3").write_text("look -")
+    with ThreadPoolExecutor(1) as beside:
+        running = beside.submit(fleet.ray.run, ray_job.train, tmp_path, server_num=2, worker_num=1)
+        until(lambda: (tmp_path / "reached").exists() or running.done(), PROCESSES_S)
+        endpoints = [path.read_text().split()[1] for path in sorted(tmp_path.glob("server-?"))]
+        assert fleet.launch.cli.main(["top", "--once", "--interval", "0.1", ",".join(endpoints)]) == 0
+        (tmp_path / "looked").touch()
+        results = running.result(PROCESSES_S)
+    table = capsys.readouterr().out
+    assert all(name in table for name in ("server 0", "server 1", "worker 0")), table
+    assert ends_as_in_one_process(results, workers=1)
     assert_nothing_is_left(tmp_path)
 
 
