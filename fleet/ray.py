@@ -18,6 +18,7 @@ import math
 import os
 import secrets
 import shutil
+import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -195,6 +196,27 @@ def _key(settings: ProcessSettings) -> dict[str, str]:
 # ---------------------------------------------------------------------------------------------- an actor
 
 
+@contextmanager
+def _lost_by_sigterm() -> Iterator[None]:
+    """Let a process that Ray ends, with its node, say, leave its job without a word, also in a script's ``finally``: it
+    is lost, and starts again."""
+    handler = signal.getsignal(signal.SIGTERM)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def on_sigterm(number: int, frame: Any) -> None:
+        dismiss()
+        handler(number, frame)
+
+    on_sigterm.__module__ = handler.__module__  # for those who ask whose it is: Ray's, as it was
+    signal.signal(signal.SIGTERM, on_sigterm)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
 class Member:
     """Is one process of the job: Ray makes an actor of it."""
 
@@ -239,11 +261,11 @@ class Member:
             self._held.close()
         function, args = call
         try:
-            result = function(*args)
+            with _lost_by_sigterm():
+                result = function(*args)
         except SystemExit as end:  # a server's script may end so, as that of ``fleet.join`` does
             if hasattr(end, "ray_terminate_msg") and end.code:
-                dismiss()  # Ray ends this process, with its node, say: it is lost, and the job is not
-                raise
+                raise  # Ray ends this process
             if end.code not in (None, 0):
                 raise RuntimeError(f"the function ended with exit code {end.code}") from end
             result = None

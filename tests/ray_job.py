@@ -94,8 +94,10 @@ def train(folder: Path | None = None) -> Any:
         fleet.run_server()
         return "a server"
     me = fleet.worker_index()
-    seen = body(default, me, folder)
-    fleet.stop_worker()
+    try:
+        seen = body(default, me, folder)
+    finally:  # whatever ends it
+        fleet.stop_worker()
     return me, os.environ["OMP_NUM_THREADS"], seen
 
 

@@ -159,6 +159,23 @@ def test_a_malformed_row_of_parquet(tmp_path: Path, column: Any, values: Any, ex
 
 
 @pytest.mark.parametrize(
+    ("column", "kind", "good"),
+    [
+        (Ids(), pa.bool_(), True),
+        (Ids(hash=True), pa.binary(), b"a"),
+        (Ids(hash=True), pa.large_string(), "a"),
+        (Ids(hash=True), pa.dictionary(pa.int32(), pa.string()), "a"),
+    ],
+    ids=str,
+)
+def test_a_null_in_a_list_of_any_kind(tmp_path: Path, column: Any, kind: Any, good: Any) -> None:
+    files = parquet(tmp_path, pa.table({"a": pa.array([[good], [good, None], [good, good]], pa.list_(kind))}))
+    with pytest.raises(DataError, match="a null in the list"):
+        list(Parquet(files, {"a": column}))
+    assert [len(sample["a"]) for sample in Parquet(files, {"a": column}, on_error="skip")] == [1, 2]
+
+
+@pytest.mark.parametrize(
     ("line", "where", "message"),
     [
         ("x,1,1", ", column 'a'", "expected a whole number; got 'x'"),

@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from test_data_arrow import fnv1a
 
 from fleet.data import Csv, Floats, Ids, Ragged, text
 from fleet.data.line_parser import nearest_float32
+from fleet.errors import ConfigurationError, DataError
 
 WHOLE = re.compile(r"[ \t]*([+-]?\d+)[ \t]*", re.ASCII)
 REAL = re.compile(r"[ \t]*([+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|[+-]?(nan|inf|infinity))[ \t]*", re.ASCII | re.IGNORECASE)
@@ -119,7 +121,8 @@ def cells_of(column: Ids | Floats) -> st.SearchStrategy[str]:
     if column.width != 1:
         each = st.lists(each, max_size=3).map("|".join)
     bare = each.filter(lambda cell: not any(mark in cell for mark in ',"'))
-    return st.one_of(bare, bare, st.just(""), each.map(quoted), st.text('01.,|" ', max_size=4))
+    odd = st.one_of(st.text('01.,|" ', max_size=4), st.sampled_from([".inf", "-.nan", ".infinity", "inf.", "nan0"]))
+    return st.one_of(bare, bare, st.just(""), each.map(quoted), odd)
 
 
 def lines_of(columns: dict[str, Ids | Floats]) -> st.SearchStrategy[str]:
@@ -159,12 +162,52 @@ def test_long_and_short_lines_around_all_places_of_a_word(tmp_path: Path) -> Non
     assert same(read(tmp_path, marked, columns), expected_of(marked, columns))
 
 
+def test_numbers_of_thousands_of_digits(tmp_path: Path) -> None:
+    halfway, small = "1.000000059604644775390625", "0" * 5000 + "1e-40"
+    content = f"1,{halfway + '0' * 5000},a\n2,{halfway + '0' * 5000 + '1'},b\n3,{small},c\n{'0' * 5000 + '4'},1,d\n"
+    got = read(tmp_path, content, PLAIN)
+    assert [sample["real"] for sample in got] == [
+        [1.0],
+        [float(np.float32(1 + 2**-23))],
+        [float(np.float32(1e-40))],
+        [1.0],
+    ]
+    assert [sample["id"] for sample in got] == [[1], [2], [3], [4]]
+
+
 def test_more_doubtful_floats_than_there_is_room_for(tmp_path: Path) -> None:
     """Those that lie all but halfway, with quotes and without."""
     halfway = "1.000000059604644775"  # and 390625
     content = "".join(f'1,{halfway}4{n},a\n1,"{halfway}2{n}",b\n' for n in range(9000))
     got = read(tmp_path, content, PLAIN)
     assert [sample["real"] for sample in got] == [[float(np.float32(1 + 2**-23))], [1.0]] * 9000
+
+
+def test_what_is_missing_may_be_any_float32(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("1,\n2,\n")
+    for missing in (-0.0, float("nan"), float("-inf"), 3.4028234e38):
+        (batch,) = Csv([tmp_path / "a.csv"], {"a": Ids(1), "b": Floats(1, missing=missing)}, header=False, batch_size=2)
+        assert repr(batch["b"].tolist()) == repr([[float(np.float32(missing))]] * 2)  # type: ignore[union-attr]
+    with pytest.raises(ConfigurationError, match="missing is out of range"):
+        Floats(1, missing=1e39)
+
+
+@pytest.mark.parametrize(("head", "got"), [(b"a\rb\r", "new-line character"), (b"x" * 140_000, "field larger")])
+def test_a_header_that_is_none(tmp_path: Path, head: bytes, got: str) -> None:
+    (tmp_path / "a.csv").write_bytes(head + b"\n1\n")
+    with pytest.raises(DataError, match=f"a line of a CSV file is malformed; .*{got}"):
+        Csv([tmp_path / "a.csv"], {"a": Ids(1)})
+
+
+def test_a_batch_may_be_changed_in_place(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("1,2,3\n4,5,6\n")
+    columns = {name: Floats(1) for name in "abc"}
+    for batch in Csv([tmp_path / "a.csv"], columns, header=False, batch_size=2):
+        scale = torch.ones(1, requires_grad=True)
+        for column in batch.values():
+            assert isinstance(column, torch.Tensor)
+            column.mul_(scale).sum().backward()  # type: ignore[no-untyped-call]
+        assert scale.grad == 21
 
 
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])

@@ -112,6 +112,14 @@ halves = st.one_of(
     st.lists(st.one_of(decimals, halves, st.floats(width=32).map(repr), st.floats(-1e38, 1e38).map(repr)), min_size=1)
 )
 @example(["16777217", "16777219", "16777217.0", "16777217.000000000001", "1e-45", "7e-46", "0.7006492321624085e-45"])
+@example(["340282356779733660e21", "340282356779733661637539395458142568447", "-34028235677973366e22"])
+@example(
+    [
+        "340282356779733661637539395458142568448",
+        "340282356779733661.637539395458142568447999e21",
+        "0.00034028235677974e42",
+    ]
+)
 @example(["1.17549435e-38", "1.1754942e-38", "3.4028235e38", "3.4028235677973366e38", "3.4028236e38", "1e39", "1e999"])
 @example([".5", "5.", "-.5e-3", "nan", "-inf", "INFINITY", "00000000000000000000000000000001", "0e999", "1e-999"])
 @example(["0." + "0" * 40 + "1", "1" + "0" * 37, "1" * 39, "9" * 25 + "e-10"])
@@ -120,7 +128,9 @@ def test_a_float_is_the_nearest_one(tmp_path: Path, numbers: list[str]) -> None:
     for number in numbers:
         if not math.isfinite(float(number)) and not number[-1].isdigit():
             expected.append(np.float32(float(number)))
-        elif abs(float(number)) < 2**128 - 2**103:
+        elif 2**128 - 2**104 < abs(Fraction(number)) < 2**128 - 2**103:  # between the largest one and too large
+            expected.append(np.float32(math.copysign(2**128 - 2**104, float(number))))
+        elif abs(Fraction(number)) < 2**128 - 2**103:
             expected.append(nearest_float32(number))
     file = written(tmp_path, "".join(f"1 {number}\n" for number in numbers))
     found = [value for sample in MultiSlot([file], {"x": Floats(1)}, on_error="skip") for value in sample["x"].numpy()]

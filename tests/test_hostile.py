@@ -33,6 +33,7 @@ from fleet import Fleet
 from fleet.base.clock import SystemClock
 from fleet.base.cluster import Endpoint
 from fleet.base.settings import ProcessSettings, SecuritySettings
+from fleet.checkpoint.assembly import Assembly
 from fleet.checkpoint.manifest import Checkpoint, Manifest
 from fleet.errors import CheckpointError, ConfigurationError, FleetError, IdentityError, ProtocolError
 from fleet.numeric import buffers
@@ -242,6 +243,64 @@ def test_pieces_of_a_job_that_moves_have_to_fit(job: str) -> None:
             for again in ("copy", "stage"):
                 target.ask(0, 1, *kinds[again])
     assert not taken
+
+
+@pytest.mark.parametrize("width", [0, 5])
+def test_columns_of_rows_have_the_width_that_they_have_here(width: int) -> None:
+    kinds = fuzz.moves("dc_asgd")
+    target = fuzz.Target("dc_asgd")
+    for name in ("copy", "stage"):
+        target.ask(0, 1, *kinds[name])
+    about = json.dumps({"table": "rare", "step": 1, "columns": ["weight", "life.used"]})
+    values = [np.arange(3), np.ones((3, 1), np.float32), np.ones((3, width), np.int64)]
+    fill = pb.Fill(attempt=fuzz.MOVE, number=1, about=about)
+    with pytest.raises(ProtocolError, match="does not fit"):
+        target.ask(0, 1, {"fill": fill}, [WireTensor.of(each) for each in values])
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [(0, 3, 3), (0, 3, 3)],
+        [(0, 6, 1)] * 6,
+        [(-3, 3, 3), (3, 3, 3)],
+        [(0, 3, 3), (4, 3, 3)],
+        [(0, 2, 2), (3, 3, 3)],
+        [],
+    ],
+)
+def test_pieces_of_a_parameter_are_all_of_it_once(pieces: list[tuple[int, int, int]]) -> None:
+    """What no piece has is no number."""
+
+    def put_together(given: list[tuple[int, int, int]]) -> torch.Tensor:
+        assembly = Assembly({"w": 6}, "here")
+        for offset, numel, sent in given:
+            entry = {"param": "w", "key": "value", "elementwise": True, "offset": offset, "numel": numel}
+            assembly.add([entry], [torch.arange(float(sent)) + offset])
+        whole: torch.Tensor = assembly.whole("w")[0]["value"]
+        return whole
+
+    with pytest.raises(CheckpointError, match="lacks values of 'w'"):
+        put_together(pieces)
+    assert put_together([(4, 2, 2), (0, 3, 3), (3, 1, 1), (4, 0, 0)]).tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("kind", ["GIVEN", "HANDED", "BEFORE", "LOST", "NONE"])
+def test_nothing_else_comes_beside_the_state_of_a_job(kind: str) -> None:
+    kinds = fuzz.moves("dc_asgd")
+    target = fuzz.Target("dc_asgd")
+    for name in ("copy", "stage", *(name for name in kinds if name.startswith("piece"))):
+        fill = kinds[name][0].get("fill")
+        if fill is None or not fill.state:  # type: ignore[attr-defined]
+            target.feed(fuzz._written(0, 1, *kinds[name]))
+            continue
+        state = json.loads(fill.state) | {"records": [kind]}  # type: ignore[attr-defined]
+        about = json.dumps({"worker": 0, "table": 0})
+        record = Frame(pb.Reply(about=about), [WireTensor.of(np.arange(9)), WireTensor.of(np.ones((1, 2), np.float32))])
+        data = WireTensor.of(np.frombuffer(b"".join(record.buffers()), np.uint8))
+        last = pb.Fill(attempt=fuzz.MOVE, number=fuzz.filled_of(target._service) + 1, state=json.dumps(state))
+        with pytest.raises(ProtocolError, match="the state of a job cannot be read"):
+            target.ask(0, 1, {"fill": last}, [data])
 
 
 @pytest.mark.chaos

@@ -36,6 +36,7 @@ _lock = threading.RLock()
 _guarded: list[Guarded] = []
 _installed = False
 _owner = 0
+_is_dismissed = False
 
 
 def guard(worker: Guarded) -> None:
@@ -57,15 +58,21 @@ def release(worker: Guarded) -> None:
 
 
 def dismiss() -> None:
-    """Let this process end without a word, as if it was killed: somebody else sees to it that its job goes on."""
-    with _lock:
-        _guarded.clear()
+    """Let this process end without a word, also in ``stop_worker``, as if it was killed: somebody else sees to it that
+    its job goes on. A handler of signals may call this."""
+    global _is_dismissed
+    _is_dismissed = True
+
+
+def is_dismissed() -> bool:
+    """Say whether this process ends without a word."""
+    return _is_dismissed
 
 
 def _let_all(say: Callable[[Guarded], None]) -> None:
     with _lock:
         # A forked child (a DataLoader's, say) ends without a word: the job is its parent's.
-        workers = list(_guarded) if os.getpid() == _owner else []
+        workers = list(_guarded) if os.getpid() == _owner and not _is_dismissed else []
         _guarded.clear()
     for worker in workers:
         say(worker)

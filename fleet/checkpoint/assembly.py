@@ -18,7 +18,8 @@ class Assembly:
         self._numel = numel
         self._where = where
         self._pieces: dict[str, dict[str, Any]] = {name: {} for name in numel}
-        self._come: dict[str, dict[str, int]] = {name: {} for name in numel}
+        #: which elements have come, by parameter and key
+        self._come: dict[str, dict[str, list[tuple[int, int]]]] = {name: {} for name in numel}
 
     def add(self, entries: Sequence[dict[str, Any]], tensors: Sequence[torch.Tensor]) -> None:
         """Take what one export has of dense blocks: entries, and a tensor for each that is not a plain value."""
@@ -30,15 +31,25 @@ class Assembly:
             if tensor is None:
                 pieces[key] = entry["plain"]
             elif entry["elementwise"]:
-                come[key] = come.get(key, 0) + tensor.numel()
+                begin, end = entry["offset"], entry["offset"] + tensor.numel()
+                if tensor.numel() != entry["numel"] or not 0 <= begin <= end <= self._numel[name]:
+                    raise self._lacks(name)
+                come.setdefault(key, []).append((begin, end))
                 total = pieces.setdefault(key, torch.empty(self._numel[name], dtype=tensor.dtype))
-                total[entry["offset"] : entry["offset"] + entry["numel"]] = tensor.reshape(-1)
+                total[begin:end] = tensor.reshape(-1)
             else:
                 pieces.setdefault(key, tensor)
 
     def whole(self, name: str) -> tuple[dict[str, Any], set[str]]:
         """Return all that came for one parameter, by key, and the keys that are flat and of its size."""
         come = self._come[name]
-        if not come or any(count != self._numel[name] for count in come.values()):
-            raise CheckpointError(f"the checkpoint lacks values of {name!r}", where=self._where)
+        for ranges in come.values():
+            ends = [0, *(end for _, end in sorted(ranges))]
+            if [begin for begin, _ in sorted(ranges)] != ends[:-1] or ends[-1] != self._numel[name]:
+                raise self._lacks(name)
+        if not come:
+            raise self._lacks(name)
         return self._pieces[name], set(come)
+
+    def _lacks(self, name: str) -> CheckpointError:
+        return CheckpointError(f"the checkpoint lacks values of {name!r}", where=self._where)

@@ -98,6 +98,8 @@ def _taken(array: Any, column: Column) -> _Taken:
         array = array.cast(arrow.large_list(array.type.value_type))
         lengths = arrow.compute.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
         array = array.flatten()
+        if arrow.types.is_dictionary(array.type):
+            array = array.cast(array.type.value_type)
         empty = array.is_null().to_numpy(zero_copy_only=False)
         owners = np.repeat(np.arange(len(lengths)), lengths)[empty]
         bad = {int(row): ("values", "a null in the list") for row in owners}
@@ -137,7 +139,11 @@ def _taken(array: Any, column: Column) -> _Taken:
 def _neutral(kind: Any) -> Any:
     """Return what can stand where a null was, in a row that is dropped."""
     types = pyarrow("Arrow").types
-    return "" if types.is_string(kind) or types.is_large_string(kind) else 0
+    if types.is_string(kind) or types.is_large_string(kind):
+        return ""
+    if types.is_binary(kind) or types.is_large_binary(kind):
+        return b""
+    return False if types.is_boolean(kind) else 0
 
 
 def _numbers(array: Any, column: Ids | Floats) -> npt.NDArray[Any]:

@@ -145,7 +145,9 @@ class Batches:
         for run in places.runs:
             values = (all_floats if run.is_real else all_ids)[run.start : run.stop]
             if run.width:
-                batch.update(zip(run.names, values.view(-1, size, run.width).unbind(), strict=True))
+                # Each is a tensor by itself, not one of several views that autograd would know of.
+                columns = map(torch.Tensor.detach, values.view(-1, size, run.width).unbind())
+                batch.update(zip(run.names, columns, strict=True))
             else:
                 batch[run.names[0]] = Ragged(values, all_ids[run.offsets : run.offsets + size])
         return batch

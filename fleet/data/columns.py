@@ -7,6 +7,7 @@ copy per sample, and it is as large as the text of its line, more or less.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
@@ -68,7 +69,9 @@ class Floats:
     def __post_init__(self) -> None:
         _check_width(self.width)
         if self.missing is not None:
-            checks.real("missing", self.missing, "a number or None")
+            missing = checks.real("missing", self.missing, "a number or None")
+            if math.isfinite(missing) and abs(missing) > float(np.finfo(np.float32).max):
+                raise ConfigurationError("missing is out of range", expected="a float32", got=self.missing)
         _check_missing(self)
 
 

@@ -80,7 +80,16 @@ class Csv(SampleFiles):
         head = next(lines_of(piece, Faults(skip=False)), None)
         line = b"" if head is None else head.text.partition(b"\n")[0].removeprefix(_BYTE_ORDER_MARK)
         text = line.decode("utf-8", "backslashreplace").rstrip("\r")
-        names = tuple(next(csv.reader([text], delimiter=self.delimiter), []))
+        try:
+            names = tuple(next(csv.reader([text], delimiter=self.delimiter), []))
+        except csv.Error as error:
+            raise DataError(
+                "a line of a CSV file is malformed",
+                where=f"{piece.file}:1",
+                expected="the names of the columns",
+                got=f"{shown(line)}: {error}",
+                todo="Without a header, give header=False.",
+            ) from None
         for name, column in self.columns.items():
             assert isinstance(column, Ids | Floats)
             if names.count(name) != 1:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
@@ -47,6 +48,8 @@ _WHOLE_POWERS = np.array([10**exponent for exponent in range(9)], np.uint64)
 _WIDER, _NARROWER = 1 + 2.0**-50, 1 - 2.0**-50
 #: From here on, and halfway to what would be the next one, everything is infinite for a float32.
 _TOO_LARGE = float(2**128 - 2**103)
+_LIMIT = np.array([int(digit) for digit in str(2**128 - 2**103)])
+_LARGEST = float(2**128 - 2**104)
 _SMALLEST_NORMAL, _NOTHING = 2.0**-126, 2.0**-151
 _ONE, _TEN = np.uint64(1), np.uint64(10)
 _MOST = np.uint64(2**64 - 1)
@@ -167,6 +170,24 @@ def _mantissa(text: Any, at: int, mantissa: Any) -> tuple[int, Any, int, bool]:
 
 
 @compiled
+def _is_too_large(text: Any, at: int) -> bool:
+    """Say whether a number that is all but the least one that is too large is that, or more: by all its digits."""
+    place = 0
+    while place < len(_LIMIT):
+        digit = byte(text, at) - _ZERO
+        at += 1
+        if digit == _POINT - _ZERO or (digit == 0 and place == 0):
+            continue
+        if digit < 0 or digit > 9:
+            digit = 0  # and so are all that follow
+            at -= 1
+        if digit != _LIMIT[place]:
+            return bool(digit > _LIMIT[place])
+        place += 1
+    return True
+
+
+@compiled
 def _real(text: Any, at: int) -> tuple[int, Any, int]:
     """Return where a number ends, its value, and what it was."""
     sign = 1.0
@@ -174,7 +195,7 @@ def _real(text: Any, at: int) -> tuple[int, Any, int]:
         if byte(text, at) == _MINUS:
             sign = -1.0
         at += 1
-    begin = at
+    first = begin = at
     at, mantissa, exponent, whole = _mantissa(text, at, np.uint64(0))
     digits, after = at - begin, byte(text, at)
     if after != _POINT and after | 32 != _EXPONENT and digits > 0 and whole and mantissa <= _EXACT:
@@ -185,6 +206,8 @@ def _real(text: Any, at: int) -> tuple[int, Any, int]:
         whole = whole and all_of_it
         digits += at - begin
         exponent -= at - begin - left
+    if digits == 0 and after == _POINT:
+        return at, 0.0, _MALFORMED
     if digits == 0:
         if _letters(text, at, _NAN):
             return at + 3, np.nan, _GOOD
@@ -214,8 +237,10 @@ def _real(text: Any, at: int) -> tuple[int, Any, int]:
         value /= _POWERS[-exponent]
     elif exponent > 0:
         value *= _POWERS[exponent]
-    if value >= _TOO_LARGE:
-        return at, 0.0, _OUT_OF_RANGE
+    if value * _WIDER >= _TOO_LARGE:
+        if value * _NARROWER >= _TOO_LARGE or _is_too_large(text, first):
+            return at, 0.0, _OUT_OF_RANGE
+        return at, sign * _LARGEST, _GOOD
     if value < _NOTHING:
         return at, sign * 0.0, _GOOD
     status = _GOOD
@@ -627,7 +652,7 @@ def _parse_cells(
 
 def nearest_float32(text: str) -> np.float32:
     """Return the float32 next to a decimal number; of two that are equally near, the one whose last bit is 0."""
-    exact = Fraction(text)
+    exact = Fraction(Decimal(text))  # which takes any number of digits
     with np.errstate(over="ignore"):
         near = np.float32(float(exact))  # to float64 and on to float32: wrong at most by one, and only near halfway
         beyond = np.nextafter(near, np.float32(np.inf if exact > Fraction(float(near)) else -np.inf))
@@ -752,7 +777,7 @@ class CellParser(Parser):
         self._fillings = np.zeros(len(columns), np.int64)
         for place, each in enumerate(columns):
             kind = np.int64 if isinstance(each, Ids) else np.float32
-            self._fillings[place : place + 1].view(kind)[0] = each.missing or 0
+            self._fillings[place : place + 1].view(kind)[0] = 0 if each.missing is None else each.missing
         has_one = bool((slots.widths == 1).all())
         self._plain = np.where(self._hashed, _HASHED, slots.kinds)[: None if has_one else 0]
         self._least = int(np.maximum(slots.widths, 1).sum())
@@ -767,7 +792,8 @@ class CellParser(Parser):
         _find_cells(self._text, self._size, self._marks[0], b'"' in text, self._places, self._lines)
 
     def _most_words(self, size: int, lines: int) -> int:
-        return size + lines * self._least
+        # A line of so many cells has as many bytes, and one of one cell something in it.
+        return size + min(lines, size // max(len(self._begins), 2)) * self._least
 
     def _source(self, *, is_unquoted: bool) -> npt.NDArray[np.uint8]:
         return self._unquoted if is_unquoted else self._text

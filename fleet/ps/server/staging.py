@@ -47,6 +47,7 @@ _GIVEN_AT_ONCE = 8
 KILLED = "this server was killed, and does not know what has changed since"
 #: What travels beside the state of a job, from the first server alone: outcomes of gatherings, states of own objects.
 RECORDS = "records"
+_CARRIED = (Kind.OUTCOME.name, Kind.STATE.name)
 #: And the group of its workers, from the first server as well.
 MEETINGS = "meetings"
 
@@ -230,6 +231,8 @@ class Staging:
                 push = frame.message
                 stage.job.rounds.pushed[push.worker, push.step] = contribution_of(stage.job, push, frame.tensors)
             for kind, tensor in zip(state[RECORDS], records, strict=True):
+                if kind not in _CARRIED:
+                    raise ValueError(f"{kind!r} does not move with the state")
                 recall(stage.job, Kind[kind], read_frame(pb.Reply, [tensor.numpy().tobytes()]))
             stage.members = [_member(record) for record in state["members"]]
             stage.meetings = {} if self._is_replaying else state.get(MEETINGS, {})

@@ -166,7 +166,8 @@ class Table:
     def load(self, ids: Ids, columns: Mapping[str, Array]) -> None:
         """Set columns of ids, which are distinct, from an upload or a checkpoint."""
         ids = self._checked(ids)
-        widths = {name: np.shape(values)[-1] for name, values in columns.items()} | {WEIGHT: self.spec.dim}
+        known = {name: self._store.column(name).like.shape[1] for name in self._store.columns}
+        widths = {name: np.shape(values)[-1] for name, values in columns.items()} | known | {WEIGHT: self.spec.dim}
         rows = {
             name: self._shaped(name, values, ids, widths[name]) for name, values in columns.items() if self._keeps(name)
         }

@@ -18,6 +18,7 @@ import torch
 
 from fleet.base.clock import Clock
 from fleet.base.cluster import Assignment, Endpoint
+from fleet.base.exit_guard import is_dismissed
 from fleet.base.settings import ProcessSettings
 from fleet.base.turns import Turns
 from fleet.checkpoint.resume_choice import Resumed
@@ -706,6 +707,9 @@ class WorkerRuntime:
         """Say goodbye. A second call does nothing, nor does a call after the user knows that the job is over: what
         ended it was raised then, and must not be hidden behind a second error from somebody's ``finally``."""
         if self.stopped:
+            return
+        if is_dismissed():
+            self.close()
             return
         if self.connections.reported:
             # With the cause: who fails in turn may be the first of whom a server hears.
