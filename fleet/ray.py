@@ -209,7 +209,8 @@ def _lost_by_sigterm() -> Iterator[None]:
         dismiss()
         handler(number, frame)
 
-    on_sigterm.__module__ = handler.__module__  # for those who ask whose it is: Ray's, as it was
+    # For those who ask whose it is: Ray's, as it was.
+    on_sigterm.__module__ = getattr(handler, "__module__", None) or ""
     signal.signal(signal.SIGTERM, on_sigterm)
     try:
         yield

@@ -202,7 +202,7 @@ def copied(job: str) -> tuple[str, list[Asked]]:
     source = Target(job)
     source.ask(0, 0, *requests(job, 1)["pull"])
     for worker in (0, 1):
-        source.feed(_written(worker, 1, *requests(job, 1)["push"]))
+        source.feed(written(worker, 1, *requests(job, 1)["push"]))
     halt = pb.Halt(attempt=MOVE, version=1, round=1)
     begun = source.ask(0, 1, {"halt": halt}, []).message
     pieces = [*_exported(source, begun.cursor)]
@@ -308,7 +308,7 @@ class Target:
         assert reply.tensors[0].shape == (1, 2)
         self.ask(1, 0, {"beat": pb.Beat()}, [])
         kind, tensors = requests(self.job, self.step)["push"]
-        data = _written(1, self.step, kind, tensors)
+        data = written(1, self.step, kind, tensors)
         if self.feed(data) in ("push: answered", "push: waits"):
             self.step += 1
 
@@ -409,7 +409,7 @@ def _outline(error: FleetError) -> str:
     return f"{type(error).__name__}: {re.sub('[0-9]+', '#', error.what)[:80]}"
 
 
-def _written(worker: int, step: int, kind: dict[str, object], tensors: list[WireTensor]) -> bytes:
+def written(worker: int, step: int, kind: dict[str, object], tensors: list[WireTensor]) -> bytes:
     message = pb.Request(worker=worker, incarnation=worker + 1, step=step, **kind)  # type: ignore[arg-type]
     return b"".join(Frame(message, tensors).pieces())
 
@@ -417,7 +417,7 @@ def _written(worker: int, step: int, kind: dict[str, object], tensors: list[Wire
 def good(job: str, step: int = 1) -> dict[str, bytes]:
     """Good requests of worker 0, as bytes."""
     every = requests(job, step) | moves(job)
-    return {name: _written(0, step, kind, tensors) for name, (kind, tensors) in every.items()}
+    return {name: written(0, step, kind, tensors) for name, (kind, tensors) in every.items()}
 
 
 _NUMBERS = (0, 1, 2**31, 2**32 - 1, 2**62, 2**63 - 1, 2**64 - 1)

@@ -289,18 +289,18 @@ def test_pieces_of_a_parameter_are_all_of_it_once(pieces: list[tuple[int, int, i
 def test_nothing_else_comes_beside_the_state_of_a_job(kind: str) -> None:
     kinds = fuzz.moves("dc_asgd")
     target = fuzz.Target("dc_asgd")
-    for name in ("copy", "stage", *(name for name in kinds if name.startswith("piece"))):
-        fill = kinds[name][0].get("fill")
-        if fill is None or not fill.state:  # type: ignore[attr-defined]
-            target.feed(fuzz._written(0, 1, *kinds[name]))
-            continue
-        state = json.loads(fill.state) | {"records": [kind]}  # type: ignore[attr-defined]
-        about = json.dumps({"worker": 0, "table": 0})
-        record = Frame(pb.Reply(about=about), [WireTensor.of(np.arange(9)), WireTensor.of(np.ones((1, 2), np.float32))])
-        data = WireTensor.of(np.frombuffer(b"".join(record.buffers()), np.uint8))
-        last = pb.Fill(attempt=fuzz.MOVE, number=fuzz.filled_of(target._service) + 1, state=json.dumps(state))
-        with pytest.raises(ProtocolError, match="the state of a job cannot be read"):
-            target.ask(0, 1, {"fill": last}, [data])
+    for name in ("copy", "stage"):
+        target.ask(0, 1, *kinds[name])
+    record = Frame(pb.Reply(about=json.dumps({"worker": 0, "table": 0})), [WireTensor.of(np.arange(9))])
+    records = [WireTensor.of(np.frombuffer(b"".join(record.buffers()), np.uint8))]
+    for name, (asked, tensors) in kinds.items():
+        if name.startswith("piece"):
+            fill, beside = pb.Fill(), tensors
+            fill.CopyFrom(asked["fill"])  # type: ignore[arg-type]
+            if fill.state:  # the last one
+                fill.state, beside = json.dumps(json.loads(fill.state) | {"records": [kind]}), records
+            ended = "ProtocolError: the state of a job cannot be read" if fill.state else "answered"
+            assert target.feed(fuzz.written(0, 1, {"fill": fill}, beside)) == f"fill: {ended}"
 
 
 @pytest.mark.chaos

@@ -22,7 +22,8 @@ import psutil
 import pytest
 import ray_job
 import small_job
-from harness import run_job, until
+import torch
+from harness import Job, run_job, until
 from patience import PROCESSES_S
 from prepared import Prepared
 from test_processes import ROOT
@@ -30,6 +31,8 @@ from test_processes import ROOT
 import fleet
 import fleet.launch.cli
 import fleet.ray
+from fleet import Fleet
+from fleet.base import exit_guard
 from fleet.base.cluster import Endpoint, Role
 from fleet.base.ports import is_taken
 from fleet.base.settings import ProcessSettings
@@ -235,6 +238,55 @@ def test_who_has_failed_by_the_loss_of_another_begins_again_with_it(has_journals
     ends = {"worker0.1_ends": "first", "server0.2_ends": None}
     ray = Script(1, has_journals, worker0_ends=missed, server0_ends=lost, **ends)
     assert ray.run() == ["first"]
+
+
+def test_a_signal_of_rays_lets_a_process_end_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exit_guard, "_is_dismissed", False)
+    heard: list[bool] = []
+
+    def rays(number: int, _frame: object) -> None:
+        heard.append(exit_guard.is_dismissed())
+        raise SystemExit(number)
+
+    before = signal.signal(signal.SIGTERM, rays)
+    try:
+        with fleet.ray._lost_by_sigterm():
+            assert getattr(signal.getsignal(signal.SIGTERM), "__module__", "") == __name__, "Ray's, for those who ask"
+            with pytest.raises(SystemExit):
+                signal.raise_signal(signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) is rays
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert heard == [True]
+
+
+def test_who_ends_without_a_word_comes_back_as_if_it_was_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if its script says goodbye."""
+    monkeypatch.setattr(exit_guard, "_is_dismissed", False)
+    turns = threading.Barrier(2, timeout=PROCESSES_S)
+
+    def begun(job_of: Fleet) -> tuple[torch.nn.Module, Any]:
+        model = small_job.Net()
+        optimizer = job_of.distributed_optimizer(torch.optim.Adagrad(model.parameters(), lr=0.1), model=model)
+        job_of.init_worker()
+        return model, optimizer
+
+    def body(first: Fleet, worker: int) -> int:
+        small_job.train(*begun(first), [worker])
+        turns.wait()
+        if worker:
+            return 1
+        exit_guard.dismiss()
+        first.stop_worker()
+        monkeypatch.setattr(exit_guard, "_is_dismissed", False)
+        again = job.fleet(Role.WORKER, 0)
+        begun(again)
+        step = again.resume_step()
+        again.stop_worker()
+        return step
+
+    job = Job(body, 2, 1)
+    assert job.run() == [1, 1], "its goodbye would have been the end of its part"
 
 
 def test_threads_that_run_jobs_at_once_connect_once(monkeypatch: pytest.MonkeyPatch) -> None:

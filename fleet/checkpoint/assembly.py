@@ -43,13 +43,19 @@ class Assembly:
     def whole(self, name: str) -> tuple[dict[str, Any], set[str]]:
         """Return all that came for one parameter, by key, and the keys that are flat and of its size."""
         come = self._come[name]
-        for ranges in come.values():
-            ends = [0, *(end for _, end in sorted(ranges))]
-            if [begin for begin, _ in sorted(ranges)] != ends[:-1] or ends[-1] != self._numel[name]:
-                raise self._lacks(name)
-        if not come:
+        if not come or not all(_are_all(ranges, self._numel[name]) for ranges in come.values()):
             raise self._lacks(name)
         return self._pieces[name], set(come)
 
     def _lacks(self, name: str) -> CheckpointError:
         return CheckpointError(f"the checkpoint lacks values of {name!r}", where=self._where)
+
+
+def _are_all(ranges: list[tuple[int, int]], numel: int) -> bool:
+    """Say whether ranges are all of so many elements, each once."""
+    at = 0
+    for begin, end in sorted(ranges):
+        if begin != at:
+            return False
+        at = end
+    return at == numel

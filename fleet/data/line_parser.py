@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -460,18 +460,27 @@ def _unquoted_cells(text: Any, at: int, delimiter: int, unquoted: Any, begins: A
         at += 1
 
 
+class _Columns(NamedTuple):
+    """Says of each column in which cell it is, what is in it, how many values it has (0: any number), whether these are
+    strings, whether something stands in for an empty cell, and what; and in ``plain`` what is in it, if all have one
+    value."""
+
+    sources: npt.NDArray[np.int64]
+    kinds: npt.NDArray[np.uint8]
+    widths: npt.NDArray[np.int64]
+    hashed: npt.NDArray[np.bool_]
+    filled: npt.NDArray[np.bool_]
+    fillings: npt.NDArray[np.int64]
+    plain: npt.NDArray[np.int64]
+
+
 @compiled
 def _row(
     text: Any,
     inner: int,
     begins: Any,
     ends: Any,
-    sources: Any,
-    kinds: Any,
-    widths: Any,
-    hashed: Any,
-    filled: Any,
-    fillings: Any,
+    columns: Any,
     words: Any,
     reals: Any,
     to: int,
@@ -480,9 +489,10 @@ def _row(
 ) -> tuple[int, int, int, int, int, int, int]:
     """Parse the cells of a line into a row, and return why that went wrong if it did, where the row ends, how many
     doubtful floats there are, and the column, the place and the number of what was wrong."""
+    kinds, widths, filled = columns.kinds, columns.widths, columns.filled
     fault, column, begin, end, number = DONE, 0, 0, 0, 0
     for column in range(len(kinds)):
-        begin, stop = begins[sources[column]], ends[sources[column]]
+        begin, stop = begins[columns.sources[column]], ends[columns.sources[column]]
         width, count_at, number = widths[column], to, 0
         if width == 0:
             to += 1
@@ -490,7 +500,7 @@ def _row(
             if width > 0 and not filled[column]:
                 return NO_VALUE, to, doubts, column, begin, stop, number
             for _ in range(width):
-                words[to] = fillings[column]
+                words[to] = columns.fillings[column]
                 to += 1
         else:
             while True:
@@ -499,7 +509,7 @@ def _row(
                     end = begin
                     while end < stop and byte(text, end) != inner:
                         end += 1
-                if hashed[column]:
+                if columns.hashed[column]:
                     words[to] = fnv1a(text, begin, end)
                 else:
                     digits, small = _digits(text, begin)
@@ -555,24 +565,17 @@ def _parse_cells(
     inner: int,
     begins: Any,
     ends: Any,
-    plain: Any,
-    sources: Any,
-    kinds: Any,
-    widths: Any,
-    hashed: Any,
-    filled: Any,
-    fillings: Any,
+    columns: Any,
     words: Any,
     reals: Any,
     bounds: Any,
     doubtful: Any,
     state: Any,
 ) -> int:
-    """Do as ``_parse_slots`` for lines whose cells were found; ``plain`` says what is in each column, if each has one
-    value. What has come of a line with quotes lies in ``unquoted``, and the begin and end of a doubtful float there are
-    told as less than none."""
+    """Do as ``_parse_slots`` for lines whose cells were found. What has come of a line with quotes lies in
+    ``unquoted``, and the begin and end of a doubtful float there are told as less than none."""
     line, row, to, doubts = state[LINE], state[ROW], state[WORD], state[DOUBTFUL]
-    how = (sources, kinds, widths, hashed, filled, fillings, words, reals)
+    plain, sources, filled, fillings = columns.plain, columns.sources, columns.filled, columns.fillings
     while line < len(lines):
         last, place = lines[line, 0], lines[line - 1, 0] + 1 if line > 0 else 1
         at, stop = places[place - 1] + 1, places[last]
@@ -591,7 +594,7 @@ def _parse_cells(
             fault, has_quotes = OPEN_QUOTE if number < 0 else OTHER_CELLS, False
         elif has_quotes:
             fault, to, doubts, column, begin, end, number = _row(
-                unquoted, inner, begins, ends, *how, to, doubtful, doubts
+                unquoted, inner, begins, ends, columns, words, reals, to, doubtful, doubts
             )
             for doubt in range(doubts_before, doubts):
                 doubtful[doubt, 1], doubtful[doubt, 2] = ~doubtful[doubt, 1], ~doubtful[doubt, 2]
@@ -631,7 +634,7 @@ def _parse_cells(
                 for cell in range(number):
                     begins[cell], ends[cell] = places[place + cell - 1] + 1, places[place + cell]
                 fault, to, doubts, column, begin, end, number = _row(
-                    text, inner, begins, ends, *how, to, doubtful, doubts
+                    text, inner, begins, ends, columns, words, reals, to, doubtful, doubts
                 )
         places[last] = stop
         if fault != DONE:
@@ -771,15 +774,16 @@ class CellParser(Parser):
         self._unquoted = np.empty(0, np.uint8)
         self._places, self._lines = np.empty(0, np.int32), np.empty((0, 2), np.int32)
         self._begins, self._ends = np.empty(cells, np.int64), np.empty(cells, np.int64)
-        self._sources = np.array(sources, np.int64)
-        self._hashed = np.array([isinstance(each, Ids) and each.hash for each in columns], np.bool_)
-        self._filled = np.array([each.missing is not None for each in columns], np.bool_)
-        self._fillings = np.zeros(len(columns), np.int64)
+        hashed = np.array([isinstance(each, Ids) and each.hash for each in columns], np.bool_)
+        filled = np.array([each.missing is not None for each in columns], np.bool_)
+        fillings = np.zeros(len(columns), np.int64)
         for place, each in enumerate(columns):
             kind = np.int64 if isinstance(each, Ids) else np.float32
-            self._fillings[place : place + 1].view(kind)[0] = 0 if each.missing is None else each.missing
+            fillings[place : place + 1].view(kind)[0] = 0 if each.missing is None else each.missing
         has_one = bool((slots.widths == 1).all())
-        self._plain = np.where(self._hashed, _HASHED, slots.kinds)[: None if has_one else 0]
+        plain = np.where(hashed, _HASHED, slots.kinds).astype(np.int64)[: None if has_one else 0]
+        places = np.array(sources, np.int64)
+        self._columns = _Columns(places, slots.kinds, slots.widths, hashed, filled, fillings, plain)
         self._least = int(np.maximum(slots.widths, 1).sum())
         super().__init__(slots)
 
@@ -799,7 +803,5 @@ class CellParser(Parser):
         return self._unquoted if is_unquoted else self._text
 
     def _parse(self, *into: Any) -> int:
-        slots = self._slots
-        columns = (self._plain, self._sources, slots.kinds, slots.widths, self._hashed, self._filled, self._fillings)
         found = (self._text, self._places, self._lines, self._unquoted, *self._marks, self._begins, self._ends)
-        return _parse_cells(*found, *columns, *into)
+        return _parse_cells(*found, self._columns, *into)
