@@ -686,8 +686,9 @@ def test_a_journal_that_is_removed_before_it_is_opened_is_no_gap(run: Run, tmp_p
     durable = tmp_path / "durable"
     shutil.copytree(run.durable, durable)
     (server, _) = kept_servers(durable)
-    segment = server.segments[1]
-    assert len(server.segments) > 2
+    # How many there are is the writer's affair, which works beside the training: one of them has two steps.
+    ends = [*(each.first for each in server.segments[1:]), STEPS]
+    segment = next(each for each, end in zip(server.segments, ends, strict=True) if end > each.first + 1)
     (durable / server.directory.name / f"journal-{segment._number:08d}").unlink()
     with pytest.raises(RemovedError, match="not there any more"):
         Replay(server, ProcessSettings(), SystemClock()).to(segment.first + 1, lambda *_: None)
