@@ -118,6 +118,7 @@ ONLY: dict[str, dict[str, str]] = {
         "ps/wire/plain_service.py": "pool",
         "ps/wire/small_calls.py": "calls",
         "ps/worker/connection.py": "heartbeat",
+        "ps/worker/dense_group.py": "ends",
         "ps/worker/communicator.py": "sender",
         "ps/worker/overlap.py": "sender",
         "ps/worker/new_servers.py": "lock",

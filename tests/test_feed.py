@@ -430,10 +430,14 @@ def test_parameters_that_come_later_come_to_a_follower() -> None:
 def test_other_servers_are_refused_by_name(chosen: list[int]) -> None:
     done = threading.Event()
     job = Job(trains(1, after=lambda *_: done.wait(30)), 1, 2)
-    with following(job):
-        with pytest.raises((PlanMismatchError, ConfigurationError), match="server"):
-            ServerSource([Endpoint.parse(job.endpoints[each]) for each in chosen], job.network).describe()
-        done.set()
+    threads = job.start()
+    others = [Endpoint.parse(job.endpoints[each]) for each in chosen]
+    refused = pytest.raises((PlanMismatchError, ConfigurationError), match="server")
+    with refused, closing(ServerSource(others, job.network)) as source:
+        source.describe()
+    done.set()
+    job.join(threads)
+    assert not job.errors
 
 
 def test_dense_parameters_on_the_workers_are_refused_by_name() -> None:
@@ -715,8 +719,9 @@ class Unplugged:
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_that_servers_do_not_answer_is_told_once_and_so_is_their_return(
-    mode: str, caplog: pytest.LogCaptureFixture
+    mode: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(feed, "HEARD_S", 0.2)  # for who goes away without a word
     caplog.set_level(logging.INFO, "fleet.serving")
     done = threading.Event()
     strategy = StrategyFactory.create_async_strategy() if mode == "async" else None
@@ -777,8 +782,11 @@ class LossyChannel:
 @pytest.mark.parametrize("lost", ["request", "answer"])
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.pairs
-def test_whichever_message_is_lost_a_follower_has_the_model_in_the_end(mode: str, lost: str) -> None:
+def test_whichever_message_is_lost_a_follower_has_the_model_in_the_end(
+    mode: str, lost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of all messages that two followers of two servers send until they have it, one by one."""
+    monkeypatch.setattr(feed, "HEARD_S", 0.2)  # for whose goodbye gets lost
     is_still, goes_on = threading.Event(), threading.Event()
 
     def after(made: Fleet, model: torch.nn.Module, wrapped: Any, index: int, step: int) -> None:

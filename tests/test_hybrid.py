@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import SOON, Job, assert_close, run_job, values
+from harness import SOON, Job, assert_close, run_job, until, values
 from inside import leave, worker_of
 from test_parity_dense import OPTIMIZERS, TEMPLATE, loss_of, make_model, reference
 
@@ -521,8 +521,20 @@ def test_plain_values_and_models_to_serve(net: Net, tmp_path: Path) -> None:
 # --- Faults -----------------------------------------------------------------------------------------------------------
 
 
+def threads_of_gloo() -> set[str]:
+    """What waits for connections, of groups that there are."""
+    found = set()
+    for each in Path("/proc/self/task").glob("*"):
+        with contextlib.suppress(OSError):  # it has ended
+            if (each / "comm").read_text().startswith("gloo_tcp_loop"):
+                found.add(each.name)
+    return found
+
+
 def test_the_others_go_on_without_a_worker_that_dies(net: Net) -> None:
-    """It is in nobody's way, wherever the others are, and they are where they would be with their layers on servers."""
+    """It is in nobody's way, wherever the others are, and they are where they would be with their layers on servers.
+    The group that it was in goes away, which would look for what nobody reads, and take a core for it."""
+    before, during = threads_of_gloo(), set[str]()
 
     def body(dense: str) -> Callable[[Fleet, int], list[torch.Tensor]]:
         def run(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
@@ -535,6 +547,7 @@ def test_the_others_go_on_without_a_worker_that_dies(net: Net) -> None:
                     leave(fleet_)
                     return []
                 optimizer.minimize(model.loss(step, worker))
+                during.update(threads_of_gloo())
             fleet_.barrier_worker()
             if dense == "all_reduce":
                 assert worker_of(fleet_).dense.group.size == 2
@@ -547,6 +560,8 @@ def test_the_others_go_on_without_a_worker_that_dies(net: Net) -> None:
         return [first, last]
 
     check(job("all_reduce"), job("servers"))
+    until(lambda: threads_of_gloo() <= before)
+    assert during > before or not Path("/proc").exists()
 
 
 @pytest.mark.parametrize("failing", [(3, 3), (3, 0), (0, 3), (1, 0)], ids=["all", "one", "other", "buffers"])

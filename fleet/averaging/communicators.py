@@ -33,6 +33,10 @@ class Communicators(Protocol):
         """Return the group of all workers for tensors on the CPU."""
         ...
 
+    def begin(self, collective: Callable[[], dist.Work]) -> dist.Work:
+        """Begin a collective that ``finish`` waits for."""
+        ...
+
     def finish(self, work: dist.Work, device: torch.device) -> None:
         """Wait for a collective: on CUDA the stream does, elsewhere this thread, until done or somebody is lost."""
         ...

@@ -46,7 +46,7 @@ class Flat:
     def begin(self, tensor: torch.Tensor, number: int) -> Callable[[], None]:
         communicator = self._communicators[number % len(self._communicators)]
         # As dist.all_reduce does, but for its logging, which a small model feels.
-        work = communicator.allreduce([tensor])
+        work = self._group.begin(lambda: communicator.allreduce([tensor]))
         return lambda: self._group.finish(work, tensor.device)
 
 

@@ -160,7 +160,8 @@ class Reducer:
         counting = None
         if self._device.type != "cpu":
             assert self._census.grad is not None
-            counting = self._group.control.allreduce([self._census.grad])
+            marks = [self._census.grad]
+            counting = self._group.begin(lambda: self._group.control.allreduce(marks))
         if len(self._seen) < len(self._params):
             for index in set(range(len(self._params))) - self._seen:
                 self._reducer._autograd_hook(index)

@@ -126,8 +126,10 @@ class Group:
             try:
                 some_s = min(until - self._clock.now(), notice_every_s(deadline_s))
                 timeout = timedelta(seconds=max(0.001, some_s))
+                if not hosts:  # torch's own waits for a second when it finds nobody
+                    socket.create_connection(address, timeout.total_seconds()).close()
                 store = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout)
-            except (RuntimeError, TimeoutError) as error:
+            except (RuntimeError, OSError) as error:
                 if self._clock.now() < until:
                     if waits.is_due():
                         why = str(error).partition("\n")[0][:200]
@@ -227,6 +229,10 @@ class Group:
         return cast(dist.ProcessGroup, made)
 
     # ---------------------------------------------------------------- waiting
+
+    def begin(self, collective: Callable[[], dist.Work]) -> dist.Work:
+        """Begin a collective that ``finish`` waits for."""
+        return collective()
 
     def finish(self, work: dist.Work, device: torch.device, needs_all: str = "") -> None:
         """Wait for a collective: on CUDA the stream does, elsewhere this thread, until done or somebody is lost.

@@ -12,10 +12,10 @@ hears with each heartbeat what a worker waits for, so that it finds workers that
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import logging
 import socket
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -98,6 +98,7 @@ class DenseGroup:
         self.following = following
         self._group: dist.ProcessGroup | None = None
         self._store: TCPStore | None = None
+        self._under_way: set[dist.Work] = set()
 
     # ---------------------------------------------------------------- coming together
 
@@ -190,8 +191,8 @@ class DenseGroup:
             return
         if hasattr(group, "abort"):  # which older ones of torch do not have
             group.abort()
-        # With a group of Gloo's torch would wait for its collectives, some of which never end: so this one stays.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        under_way, self._under_way = self._under_way, set()
+        threading.Thread(target=_keep, args=(group, under_way), name="broken-group", daemon=True).start()
 
     # ---------------------------------------------------------------- for averaging
 
@@ -208,11 +209,13 @@ class DenseGroup:
         """Wait for a collective: on CUDA the stream does, elsewhere this thread, until done or the group breaks."""
         if device.type == "cuda":
             work.wait()
+            self._under_way.discard(work)
             return
         with self._exchanging, self._awaiting():
             while True:
                 try:
                     if done_within(work, SLICE_S):
+                        self._under_way.discard(work)
                         return
                 except RuntimeError as error:
                     raise self.broken_by(error) from error
@@ -282,11 +285,13 @@ class DenseGroup:
         return found
 
     def begin(self, collective: Callable[[], dist.Work]) -> dist.Work:
-        """Begin a collective."""
+        """Begin a collective that ``finish`` waits for."""
         try:
-            return collective()
+            work = collective()
         except RuntimeError as error:
             raise self.broken_by(error) from error
+        self._under_way.add(work)
+        return work
 
     def count_round(self) -> None:
         self.rounds += 1
@@ -327,6 +332,17 @@ def _connected(
         group._set_default_backend(kinds.NCCL)
         group._register_backend(device, kinds.NCCL, nccl)
     return group
+
+
+def _keep(group: dist.ProcessGroup, under_way: set[dist.Work]) -> None:  # noqa: ARG001 - it is held by this call
+    """Keep a broken group until its collectives have ended: torch waits for them in whoever lets go of it last.
+
+    Most have failed, and others end as the other workers let go of it; some never do. It must not stay longer: what
+    another worker sends to a collective that has failed here is never read, and Gloo takes a core to look for it.
+    """
+    for work in under_way:
+        with contextlib.suppress(RuntimeError):
+            work.wait(_PATIENCE)
 
 
 def _own_address(host: str, port: int) -> str:

@@ -79,8 +79,8 @@ class LastingReducer(Reducer):
     def _begin(self, bucket: GradBucket) -> Finish:
         try:
             return super()._begin(bucket)
-        except RuntimeError as error:
-            broken = self._lasting.broken_by(error)
+        except GroupBrokenError as error:
+            broken = error
 
         def finish() -> torch.Tensor:
             raise broken
