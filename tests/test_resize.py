@@ -573,7 +573,9 @@ def resumed_after(number: int, *, after: bool, mode: str | None = None, to: str 
                     loss.backward()
                     optimizer.step()
                     losses.append(loss.item())
-            except Killed:
+            except (Killed, StateError):
+                if not network.struck:  # else it may have been a thread beside this one that was in a call
+                    raise
                 fleets[worker] = job.fleet(Role.WORKER, worker)
                 continue
             break

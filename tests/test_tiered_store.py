@@ -20,6 +20,7 @@ from inside import abandon, tiny_tiers
 
 from fleet.errors import CheckpointError, ConfigurationError, TableFileError
 from fleet.numeric.ids import gather, scatter
+from fleet.numeric.pages import Room
 from fleet.ps.table import row_file, tiered_store
 from fleet.ps.table import stores as tiers
 from fleet.ps.table.frames import FrameColumn
@@ -192,6 +193,41 @@ class Model(RuleBasedStateMachine):
         for store, expected in zip(self.tables, self.expected, strict=True):
             assert len(store) == len(expected)
             assert store.in_memory <= 24  # what is asked for at once
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="nobody says what memory is taken")
+def test_a_column_takes_memory_for_the_frames_that_there_are() -> None:
+    """Not for those that it has room for, nor for those that there were."""
+    column, frames = FrameColumn(16, 0, np.dtype(np.float32)), np.arange(600_000)
+    column.set(frames[:1], 7)  # what this compiles takes memory as well
+    before = resident()
+    column.resize(600_000)  # more than a segment, which are 36.6 MiB in all
+    assert resident() - before < MIB
+    column.set(frames, 7)
+    assert 36 * MIB < resident() - before < 44 * MIB
+    column.resize(1000)
+    assert resident() - before < 3 * MIB
+    column.resize(600_000)
+    assert resident() - before < 3 * MIB
+    kept = np.empty((1000, 16), np.float32)
+    gather(column.rows, frames[:1000], kept)
+    assert (kept == 7).all()
+
+
+def test_a_fork_has_memory_of_its_own() -> None:
+    room = Room(MIB)
+    room.need(MIB)
+    room.bytes[:] = 1
+    child = os.fork()
+    if not child:
+        room.bytes[:] = 2
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert (room.bytes == 1).all()
 
 
 def test_is_a_dict(tmp_path: Path) -> None:

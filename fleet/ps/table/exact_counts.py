@@ -11,7 +11,6 @@ A view shows the counts as they were at one moment: what changes in parts that i
 from __future__ import annotations
 
 import math
-import mmap
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +19,7 @@ import numpy.typing as npt
 
 from fleet.numeric.ids import mix, packed, packed_ids
 from fleet.numeric.jit import Array, Ids, Rows, Segments, compiled, prefetch, row
+from fleet.numeric.pages import Room
 
 _BITS = 8
 _PARTS = 1 << _BITS
@@ -117,8 +117,9 @@ class ExactCounts:
         if nbytes < _MAPPED_BYTES:
             room = np.zeros(size, np.uint64), np.zeros(size, self.dtype)
         else:
-            memory = mmap.mmap(-1, nbytes)
-            room = np.frombuffer(memory, np.uint64, size), np.frombuffer(memory, self.dtype, size, size * 8)
+            memory = Room(nbytes)
+            memory.need(nbytes)
+            room = memory.bytes[: size * 8].view(np.uint64), memory.bytes[size * 8 :].view(self.dtype)
         return room[0].reshape(-1, 1), room[1].reshape(-1, 1)
 
     def _point(self, number: int | None = None) -> None:

@@ -13,7 +13,6 @@ gets one more turn until then.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,12 +21,13 @@ import numpy.typing as npt
 
 from fleet.numeric.ids import gather
 from fleet.numeric.jit import AHEAD, Array, Ids, Rows, Segments, compiled, prefetch, row
+from fleet.numeric.pages import Room
 
 #: One of so many frames is for a row on trial, when there is no more room.
 _TRIAL_PART = 4
 
-#: A column takes memory from the system by so much.
-_SEGMENT_BYTES = 256 << 10
+#: A column reserves addresses by so much; it takes memory there for the frames that there are.
+_SEGMENT_BYTES = 32 << 20
 #: Beside its columns a frame has an id, a record's number, its uses, and a place in the queue; and there is a quarter
 #: of what it takes to remember an id's frame.
 FRAME_BYTES = 8 + 8 + 1 + 4 + 4
@@ -57,18 +57,21 @@ class FrameColumn:
         self.dtype = dtype
         self.row_bytes = width * dtype.itemsize
         self._bits = max(1, _SEGMENT_BYTES // self.row_bytes).bit_length() - 1
-        self._segments: list[Array] = []
+        self._rooms: list[Room] = []
         self.resize(1)
 
     def resize(self, count: int) -> None:
         """Have room for so many frames, and keep little more."""
         wanted = max(1, (count + (1 << self._bits) - 1) >> self._bits)
-        del self._segments[wanted:]
-        while len(self._segments) < wanted:
-            room = mmap.mmap(-1, self.row_bytes << self._bits)  # the system takes it back when nobody refers to it
-            self._segments.append(np.frombuffer(room, self.dtype).reshape(-1, self.width))
-        addresses = np.array([segment.ctypes.data for segment in self._segments], np.uint64)
-        first = self._segments[0]
+        room_bytes, rest_bytes = self.row_bytes << self._bits, count * self.row_bytes
+        del self._rooms[wanted:]
+        while len(self._rooms) < wanted:
+            self._rooms.append(Room(room_bytes))
+        for room in self._rooms:
+            room.need(min(rest_bytes, room_bytes))
+            rest_bytes = max(0, rest_bytes - room_bytes)
+        addresses = np.array([room.bytes.ctypes.data for room in self._rooms], np.uint64)
+        first = self._rooms[0].bytes.view(self.dtype).reshape(-1, self.width)
         self.rows = Segments(addresses, first, self._bits)
         #: the same, as bytes
         self.raw = Segments(addresses, first.view(np.uint8), self._bits)
