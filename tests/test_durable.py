@@ -823,6 +823,7 @@ def test_killed_at_every_request_while_a_snapshot_is_written(tmp_path: Path, nth
     assert sum(host.kills_amid_snapshots for host in job.hosts) > 5
 
 
+@pytest.mark.pairs(2)
 @pytest.mark.parametrize("mode", FREE)
 def test_every_push_once_while_a_snapshot_is_written(tmp_path: Path, mode: str) -> None:
     job = DyingJob(counts(FREE[mode], torch.optim.SGD), tmp_path, plan=every(5, 2), journal_bytes=1, held=3)

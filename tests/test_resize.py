@@ -742,7 +742,7 @@ def undisturbed_freely(optimizers: str, mode: str) -> list[dict[str, torch.Tenso
 @pytest.mark.parametrize("optimizers", OPTIMIZERS)
 @pytest.mark.parametrize("mode", ALL_MODES)
 @pytest.mark.parametrize("move", MOVES)
-@pytest.mark.pairs
+@pytest.mark.pairs(5)  # lost messages move the others
 def test_every_update_counts_once_where_workers_share_no_steps(optimizers: str, mode: str, move: str) -> None:
     first, then = MOVES[move]
     # A server hears of each push later than the others: when it is to stand still they have pushes that it has not.
@@ -1169,7 +1169,7 @@ def undisturbed_with(what: str, servers: int) -> Any:
 @pytest.mark.parametrize("asks", [False, True], ids=["in a call", "from outside"])
 @pytest.mark.parametrize("move", MOVES)
 @pytest.mark.parametrize("what", ALONG)
-@pytest.mark.pairs
+@pytest.mark.pairs(6)
 def test_what_a_job_takes_along(what: str, move: str, asks: bool) -> None:
     first, then = MOVES[move]
     job = Resized(taking_along(what, names(then), asks), first, then, environ=BEATING)
