@@ -20,7 +20,7 @@ from fleet.ps.consistency.gba import GbaGate, GbaPolicy
 from fleet.ps.consistency.policy import Mode
 
 #: By what factor all have to be faster without waiting for that to be worth it, and below which it no longer is.
-MUCH, LITTLE = 1.2, 1.05
+MUCH, LITTLE = 1.03, 1.01
 #: So many of every worker's last steps are looked at.
 STEPS = 20
 #: So much time lies between two changes: at most four an hour.
