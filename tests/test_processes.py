@@ -435,13 +435,17 @@ def test_fleetrun_names_the_worker_that_ended_the_job(
     processes: Processes, tmp_path: Path, variant: str, code: int, why: str
 ) -> None:
     command = ("-m", "fleet.launch", "--server_num", "1", "--worker_num", "2", TRAIN, variant)
-    got, _, err = ended(processes.start(*command, cwd=tmp_path))
+    for _ in range(3):
+        got, _, err = ended(processes.start(*command, cwd=tmp_path))
+        log = (tmp_path / "logs" / "server.0.log").read_text()
+        if log:  # on a busy machine a server may be ended before it has failed by itself
+            break
     assert got == code
     assert re.search(rf"^\[fleetrun\] worker [01] failed: {why}; its output is in logs/worker", err, re.MULTILINE), err
     assert err.count("Traceback (most recent call last)") == (variant == "fail")
     if variant == "fail":
         assert err.splitlines()[-1] == "[worker 1] ValueError: a bad batch"
-    assert "Traceback" in (tmp_path / "logs" / "server.0.log").read_text()
+    assert "Traceback" in log
 
 
 def test_a_forgotten_stop_worker_is_told_of_alone(processes: Processes) -> None:
