@@ -19,7 +19,7 @@ from test_observing import status_of
 
 from fleet import Fleet, StrategyFactory
 from fleet.errors import ArgumentTypeError, ConfigurationError
-from fleet.ps.consistency.auto import LITTLE, MUCH, PAUSE_S, AutoGate, gain
+from fleet.ps.consistency.auto import LEAVES_FROM, PAUSE_S, RETURNS_BELOW, AutoGate, gain
 from fleet.ps.consistency.gate import Answer, ApplyBuffer, Changed, Effect, Rules
 from fleet.ps.server.step_requests import told_change
 from fleet.ps.wire.loopback import LoopbackNetwork
@@ -73,6 +73,20 @@ def test_even_workers_stay_synchronous() -> None:
     assert Clockwork(1.0, 1.0, 1.02).take(100) == []
 
 
+@pytest.mark.parametrize(("slowest", "leaves"), [(1.058, False), (1.061, True)])
+def test_rounds_are_left_from_three_parts_in_a_hundred_on(slowest: float, leaves: bool) -> None:
+    assert gain([[1.0], [slowest]]) == pytest.approx((slowest + 1) / 2)
+    assert [change.together for change in Clockwork(1.0, slowest).take(30)] == [False] * leaves
+
+
+@pytest.mark.parametrize(("slowest", "returns"), [(1.018, True), (1.022, False)])
+def test_rounds_begin_again_below_one_part_in_a_hundred(slowest: float, returns: bool) -> None:
+    clockwork = Clockwork(1.0, 4.0)
+    clockwork.take(20)
+    clockwork.own_s = [1.0, slowest]
+    assert [change.together for change in clockwork.take(1000)] == [True] * returns
+
+
 def test_one_that_is_slow_is_no_longer_waited_for_once_that_is_known() -> None:
     clockwork = Clockwork(1.0, 1.0, 4.0)
     assert clockwork.take(19) == []
@@ -91,7 +105,7 @@ def test_it_goes_back_when_all_are_even_again_and_not_before_a_while() -> None:
     while not changes:
         changes = clockwork.take(1)
     assert changes[0].together
-    assert changes[0].gain < LITTLE < MUCH
+    assert changes[0].gain < RETURNS_BELOW < LEAVES_FROM
     assert clockwork.now - changed_at >= PAUSE_S - 5  # the first worker told the time a little before
 
 

@@ -448,6 +448,50 @@ def test_fleetrun_names_the_worker_that_ended_the_job(
     assert "Traceback" in log
 
 
+#: One worker, or all, fail in the midst of a backward whose averages are under way among the workers.
+FAILS_IN_A_BACKWARD = """
+import sys
+
+import torch
+
+import fleet
+
+fleet.init()
+model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.Linear(512, 512), torch.nn.Linear(512, 1))
+strategy = fleet.StrategyFactory.create_sync_strategy(dense="all_reduce")
+optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), 0.01), strategy, model=model)
+if fleet.is_server():
+    fleet.init_server()
+    fleet.run_server()
+    sys.exit()
+fleet.init_worker()
+
+def fail(gradient):
+    raise ValueError("a bad batch")
+
+for step in range(4):
+    hidden = model[:2](torch.randn(16, 64))
+    if step == 3 and (sys.argv[1] == "all" or fleet.worker_index() == 1):
+        hidden.register_hook(fail)
+    optimizer.minimize(model[2:](hidden).square().mean())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["all", "one"])
+def test_a_worker_that_fails_amid_an_average_ends_by_its_own_error(
+    processes: Processes, tmp_path: Path, who: str
+) -> None:
+    """Not by one of torch's, whose collectives may end just when the process does."""
+    (tmp_path / "script.py").write_text(FAILS_IN_A_BACKWARD)
+    command = ("-m", "fleet.launch", "--server_num", "1", "--worker_num", "3", "script.py", who)
+    code, _, err = ended(processes.start(*command, cwd=tmp_path))
+    assert code == 1, err
+    assert re.search(r"^\[fleetrun\] worker \d failed: exit code 1 \(ValueError: a bad batch\)", err, re.MULTILINE), err
+    for log in (tmp_path / "logs").glob("worker.*.log"):
+        assert "terminate called" not in log.read_text(), log
+
+
 def test_a_forgotten_stop_worker_is_told_of_alone(processes: Processes) -> None:
     code, _, err = ended(processes.start(TRAIN, "forget"))
     assert code == 0

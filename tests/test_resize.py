@@ -574,7 +574,7 @@ def resumed_after(number: int, *, after: bool, mode: str | None = None, to: str 
                     optimizer.step()
                     losses.append(loss.item())
             except (Killed, StateError):
-                if not network.struck:  # else it may have been a thread beside this one that was in a call
+                if life or not network.struck:  # else it may have been a thread beside this one that was in a call
                     raise
                 fleets[worker] = job.fleet(Role.WORKER, worker)
                 continue

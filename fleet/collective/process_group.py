@@ -126,10 +126,8 @@ class Group:
             try:
                 some_s = min(until - self._clock.now(), notice_every_s(deadline_s))
                 timeout = timedelta(seconds=max(0.001, some_s))
-                if not hosts:  # torch's own waits for a second when it finds nobody
-                    socket.create_connection(address, timeout.total_seconds()).close()
                 store = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout)
-            except (RuntimeError, OSError) as error:
+            except (RuntimeError, TimeoutError) as error:
                 if self._clock.now() < until:
                     if waits.is_due():
                         why = str(error).partition("\n")[0][:200]

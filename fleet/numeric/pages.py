@@ -14,11 +14,11 @@ _LARGE = 2 << 20
 
 
 class Room:
-    """Reserves addresses for so many bytes, which are 0. They take memory when they are written, and the system has it
-    back when nobody refers to them any more."""
+    """Reserves addresses for so many bytes, which are 0 at first. They take memory when they are written, and the
+    system has it back when nobody refers to them any more."""
 
     def __init__(self, nbytes: int) -> None:
-        # Not shared, as it would be else: of such memory there are no large pages, and a fork would write into it.
+        # Private: shared memory, which is the default, has no large pages, and a forked child would write into it.
         self._memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.bytes: Array = np.frombuffer(self._memory, np.uint8)
         self._needed = 0
@@ -27,13 +27,13 @@ class Room:
         """Say how many bytes are needed, from the first one on. Where rows lie anywhere, a small page costs a look-up
         of its own in each; but only where a large one is needed as a whole it takes no more memory."""
         before, self._needed = self._needed, nbytes
-        if nbytes > before and hasattr(mmap, "MADV_HUGEPAGE"):
-            first = -self.bytes.ctypes.data % _LARGE
-            start, stop = (first + max(0, each - first) // _LARGE * _LARGE for each in (before, nbytes))
-            if start < stop:
-                with contextlib.suppress(OSError):  # a system that has none
-                    self._memory.madvise(mmap.MADV_HUGEPAGE, start, stop - start)
-        elif nbytes < before and hasattr(mmap, "MADV_DONTNEED"):
-            start = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-            if start < before:
-                self._memory.madvise(mmap.MADV_DONTNEED, start, before - start)
+        first = -self.bytes.ctypes.data % _LARGE
+        was, now = (first + max(0, each - first) // _LARGE * _LARGE for each in (before, nbytes))
+        self._advise("MADV_HUGEPAGE", was, now)
+        self._advise("MADV_NOHUGEPAGE", now, was)
+        self._advise("MADV_DONTNEED", -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, before)
+
+    def _advise(self, advice: str, start: int, stop: int) -> None:
+        if start < stop and hasattr(mmap, advice):
+            with contextlib.suppress(OSError):  # a system that does not know it, or has locked its memory
+                self._memory.madvise(getattr(mmap, advice), start, stop - start)

@@ -302,11 +302,11 @@ class StrategyFactory:
         dense: str = "servers",
         max_grad_norm: float | None = None,
     ) -> Strategy:
-        """Return a strategy that is synchronous while that costs little, and GBA while workers would wait much for each
-        other. The job measures that, says in its log when it changes and why, and does so four times an hour at most.
-        Both make an update of as many gradients, so the learning rate holds. ``changes`` are the updates before which
-        an earlier job has changed (``fleet.summary()["changes"]``): this one does so too, and at no others; with an
-        empty list it never does.
+        """Return a strategy that is synchronous while that costs next to nothing, and GBA while workers would gain 3 %
+        or more by not waiting for each other. The job measures that, says in its log when it changes and why, and does
+        so four times an hour at most. Both make an update of as many gradients, so the learning rate holds. ``changes``
+        are the updates before which an earlier job has changed (``fleet.summary()["changes"]``): this one does so too,
+        and at no others; with an empty list it never does.
 
         Examples:
             >>> fleet.StrategyFactory.create_auto_strategy().mode

@@ -1,11 +1,11 @@
-"""Synchronous training that ceases to wait where waiting costs too much, and begins again where it does not.
+"""Synchronous training that ceases to wait where waiting costs time, and begins again where it does not.
 
 Workers begin in rounds: what a round makes is what a buffer of GBA holds that has one push of every live worker, and is
 divided by their number; nobody in it goes on before it is applied. Server 0 hears with each push how long the worker
-took for its step by itself, and works out how much faster all would be if nobody waited. When that is ``MUCH`` the
-following buffers are GBA's, until it is ``LITTLE`` again. As both make an update of as many gradients, nothing else
-changes. ``PAUSE_S`` lies between two changes, by the clock of the first worker, which comes with its pushes. So all of
-it is a function of what has been pushed, and a journal that is done over makes the same changes.
+took for its step by itself, and works out how much faster all would be if nobody waited. From ``LEAVES_FROM`` on the
+following buffers are GBA's, until it is less than ``RETURNS_BELOW``. As both make an update of as many gradients,
+nothing else changes. ``PAUSE_S`` lies between two changes, by the clock of the first worker, which comes with its
+pushes. So all of it is a function of what has been pushed, and a journal that is done over makes the same changes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fleet.ps.consistency.gba import GbaGate, GbaPolicy
 from fleet.ps.consistency.policy import Mode
 
 #: By what factor all have to be faster without waiting for that to be worth it, and below which it no longer is.
-MUCH, LITTLE = 1.03, 1.01
+LEAVES_FROM, RETURNS_BELOW = 1.03, 1.01
 #: So many of every worker's last steps are looked at.
 STEPS = 20
 #: So much time lies between two changes: at most four an hour.
@@ -135,7 +135,7 @@ class AutoGate(GbaGate):
         if self._now - self._changed_at < PAUSE_S or len(self._clock) < 2:
             return None
         gained = self._gain()
-        if (gained >= MUCH) if self._waits else (gained < LITTLE and self._is_measured):
+        if (gained >= LEAVES_FROM) if self._waits else (gained < RETURNS_BELOW and self._is_measured):
             return Changed(self._applied, not self._waits, gained)
         return None
 

@@ -11,7 +11,9 @@ hears with each heartbeat what a worker waits for, so that it finds workers that
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
 import json
 import logging
 import socket
@@ -43,6 +45,12 @@ _BACKLOG = 1024
 
 #: What workers do together, as errors name it.
 AVERAGE = "an average of gradients"
+
+
+#: How often a group that broke is looked at, and how long the end of the process waits for one that is about to go.
+_LOOK_S, _LAST_S = 0.1, 2.0
+_is_ending = threading.Event()
+_letting_go = threading.Lock()
 
 
 class GroupBrokenError(Exception):
@@ -187,12 +195,12 @@ class DenseGroup:
     def close(self) -> None:
         """Let go of the connections."""
         group, self._group, self._store = self._group, None, None
-        if group is None or not (self.is_broken or self.is_unfinished):
+        under_way, self._under_way = self._under_way, set()
+        if group is None or not (self.is_broken or self.is_unfinished or under_way):
             return
         if hasattr(group, "abort"):  # which older ones of torch do not have
             group.abort()
-        under_way, self._under_way = self._under_way, set()
-        threading.Thread(target=_keep, args=(group, under_way), name="broken-group", daemon=True).start()
+        _keep_until_over(group, under_way)
 
     # ---------------------------------------------------------------- for averaging
 
@@ -334,15 +342,33 @@ def _connected(
     return group
 
 
-def _keep(group: dist.ProcessGroup, under_way: set[dist.Work]) -> None:  # noqa: ARG001 - it is held by this call
+def _keep_until_over(group: dist.ProcessGroup, under_way: set[dist.Work]) -> None:
     """Keep a broken group until its collectives have ended: torch waits for them in whoever lets go of it last.
 
     Most have failed, and others end as the other workers let go of it; some never do. It must not stay longer: what
     another worker sends to a collective that has failed here is never read, and Gloo takes a core to look for it.
     """
-    for work in under_way:
-        with contextlib.suppress(RuntimeError):
-            work.wait(_PATIENCE)
+    held = [group]  # by the thread alone
+
+    def keep() -> None:
+        while not all(work.is_completed() for work in under_way):
+            if _is_ending.wait(_LOOK_S):
+                break
+        with _letting_go:
+            held.clear()
+
+    if threading.main_thread().is_alive():
+        atexit.unregister(_keep_for_good)
+        atexit.register(_keep_for_good)  # the last to register is the first to be called
+        threading.Thread(target=keep, name="broken-group", daemon=True).start()
+    else:  # the process ends, and begins no threads
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def _keep_for_good() -> None:
+    """Let go of no group any more, as the process ends: a thread that is in torch's code then would abort it."""
+    _is_ending.set()
+    _letting_go.acquire(timeout=_LAST_S)
 
 
 def _own_address(host: str, port: int) -> str:
