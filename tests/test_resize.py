@@ -770,6 +770,15 @@ def test_no_message_has_to_arrive_the_first_time_where_workers_share_no_steps(
     assert_close(states, undisturbed_freely("momentum", mode))
 
 
+@pytest.mark.parametrize("action", [Action.DROP_REQUEST, Action.DROP_REPLY])
+@pytest.mark.parametrize("mode", ["async", "half_async, all_reduce"])
+def test_a_server_that_a_job_has_left_ends_though_words_of_it_get_lost(mode: str, action: Action) -> None:
+    lost = Fault(action, Endpoint.parse("server0:1"), 1, kind="switch", times=2)
+    network = FaultyNetwork(LoopbackNetwork(), lost)
+    Resized(training_freely("momentum", mode, names([1, 2])), [0, 1], [1, 2], workers=3, network=network).run()
+    assert len(network.struck) == 2
+
+
 def test_nobody_waits_for_a_push_whose_worker_does_not_know_that_it_is_lost() -> None:
     """It waits for the answer of a server that has it, in turns; another one has it too, and a third one lacks it."""
     lost = Fault(Action.DROP_REQUEST, Endpoint.parse("server2:1"), 1, kind="push", step=3)

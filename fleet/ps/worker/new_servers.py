@@ -16,6 +16,9 @@ from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.transport import TransportError
 from fleet.ps.worker.connection import RETRY_PAUSE_S, Connection, Connections, inquire_all
 
+#: A server that a job leaves is told so up to so many times.
+_WORDS = 3
+
 
 class Move(NamedTuple):
     """Names a move that has been made, and all servers since; it is the job's first, or has another ``number``.
@@ -177,7 +180,7 @@ def refuse_if_moved(connections: Connections) -> None:
         raise ServersMovedError("the job has moved to other servers", where=where)
 
 
-def tell_of(move: Move, connections: Sequence[Connection], *, surely: bool = True) -> bool:
+def tell_of(move: Move, connections: Sequence[Connection], *, surely: bool) -> bool:
     """Tell servers of a move that has been made, ``surely`` or once; return whether all have heard."""
     told = pb.Switch(attempt=move.attempt, endpoints=map(str, move.servers))
     asked = [(connection, Frame(connection.request(0, switch=told))) for connection in connections]
@@ -188,13 +191,27 @@ def tell_of(move: Move, connections: Sequence[Connection], *, surely: bool = Tru
     return None not in inquire_all(asked)
 
 
+def take_leave(move: Move, connections: Sequence[Connection]) -> None:
+    """Tell servers that the job has left of the move by which it did: they wait for everybody's word, and one may get
+    lost. A server that answers none may have ended, and keeps nobody waiting for long."""
+    silent = list(connections)
+    for count in range(_WORDS):
+        if count:
+            silent[0].clock.sleep(RETRY_PAUSE_S)
+        word = pb.Switch(attempt=move.attempt, endpoints=map(str, move.servers))
+        answers = inquire_all([(each, Frame(each.request(0, switch=word))) for each in silent])
+        silent = [each for each, answer in zip(silent, answers, strict=True) if answer is None]
+        if not silent:
+            return
+
+
 def tell_those_between(move: Move, known: int, connect: Callable[[Sequence[Endpoint]], list[Connection]]) -> None:
     """Tell servers that the job has come to and left since the moves that were ``known``: they wait for everybody."""
     for number in range(known + 1, len(move.past)):
         later = move.first_since(number)
         _, servers = move.past[number - 1]
         connections = connect([each for each in map(Endpoint.parse, servers) if each not in later.servers])
-        tell_of(later, connections, surely=False)
+        take_leave(later, connections)
         for connection in connections:
             connection.close()
 

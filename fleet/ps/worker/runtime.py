@@ -46,7 +46,7 @@ from fleet.ps.worker.handshake import check_loads, join
 from fleet.ps.worker.look_ahead import Coming, LookAhead
 from fleet.ps.worker.lookup_prediction import LookupPrediction
 from fleet.ps.worker.lookups import Prefetched, RowReader
-from fleet.ps.worker.new_servers import Hop, Move, WayAhead, refuse_if_moved, tell_of, tell_those_between
+from fleet.ps.worker.new_servers import Hop, Move, WayAhead, refuse_if_moved, take_leave, tell_those_between
 from fleet.ps.worker.object_states import OwnStates
 from fleet.ps.worker.progress import Progress
 from fleet.ps.worker.push import Pusher
@@ -367,7 +367,7 @@ class WorkerRuntime:
         self.cuts.move(answers)
         for hop in hops:
             first = hop.move.first_since(known)  # which is all that servers know that have left the job by then
-            tell_of(first, [each for each in former if each.endpoint not in first.servers], surely=False)
+            take_leave(first, [each for each in former if each.endpoint not in first.servers])
             for connection in former:
                 connection.close()
             former = hop.connections.by_server
