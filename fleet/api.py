@@ -56,6 +56,7 @@ class Fleet:
         self._network = network
         self._assignment: Assignment | None = None
         self._chosen: ParameterServerBackend | CollectiveBackend | None = None
+        self._former = 0
 
     # ---------------------------------------------------------------- who am I
 
@@ -94,6 +95,7 @@ class Fleet:
                     todo="Leave is_collective out: then the role maker chooses, as it does with import fleet.",
                 )
         if self._chosen is not None:
+            self._former = self._chosen.former or self._former
             self._chosen.let_go()
         self._assignment = assignment
         self._chosen = None
@@ -702,7 +704,7 @@ class Fleet:
             return CollectiveBackend(assignment, self._settings, SystemClock())
         from fleet.ps.backend import ParameterServerBackend
 
-        return ParameterServerBackend(assignment, self._settings, SystemClock(), self._network)
+        return ParameterServerBackend(assignment, self._settings, SystemClock(), self._network, self._former)
 
 
 def _check_remote(remote: object, model: object) -> None:

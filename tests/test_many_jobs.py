@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from faults import Action, Fault, FaultyNetwork
 from harness import PATIENT, Job
 from test_hostile import member_and_other
 from test_processes import Processes, ended, processes  # noqa: F401 - a fixture
 
-from fleet import Fleet
+from fleet import Checkpoints, Fleet
 from fleet.base.clock import SystemClock
+from fleet.base.cluster import Endpoint
 from fleet.errors import IdentityError, JobAbortedError, ServerBusyError
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.grpc_server import GrpcNetwork
 from fleet.ps.wire.loopback import LoopbackNetwork
+from fleet.role_maker import Role, UserDefinedRoleMaker
 from fleet.strategy.parameter_server import Strategy
 
 JOBS = 60
@@ -26,13 +30,16 @@ MANY_JOBS = str(Path(__file__).parent / "scripts" / "many_jobs.py")
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["", "as fleetrun has it"])
 def test_jobs_one_after_another_on_the_same_ports(
     processes: Processes,  # noqa: F811
     free_endpoints: Callable[[int], list[str]],
+    name: str,
 ) -> None:
     """Every process goes from job to job at its own speed: early workers and late servers of each are about."""
     endpoints = free_endpoints(2)
     common = {"PADDLE_PSERVERS_IP_PORT_LIST": ",".join(endpoints), "PADDLE_TRAINERS_NUM": "2"}
+    common |= {"FLEET_JOB_ID": name} if name else {}
     started = [
         *(
             processes.start(MANY_JOBS, str(JOBS), TRAINING_ROLE="PSERVER", PADDLE_PSERVER_ID=str(index), **common)
@@ -145,6 +152,56 @@ def test_an_early_worker_of_the_next_job_waits_for_the_end_of_this_one() -> None
         thread.join(20)
     assert (first.errors, following.errors) == ({}, {})
     assert following.results == {0: 9.0, 1: 9.0}
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("kind", ["as before", "with another model", "resumed"])
+def test_processes_go_on_to_a_next_job(tmp_path: Path, named: bool, kind: str) -> None:
+    """Which has the name of this one where a launcher gave it. Worker 0 goes on while worker 1 is in this one, and
+    server 1 while server 0 has not heard that worker 1 has left."""
+    late = Fault(Action.DELAY, Endpoint.parse("server0:1"), 1, kind="bye", delay_s=0.2)
+    network, steps = FaultyNetwork(LoopbackNetwork(), late), dict[str, int]()
+    environ = {**PATIENT, "FLEET_JOB_ID": "a launcher's"} if named else PATIENT
+    has_left = threading.Event()
+
+    def begin(made: Fleet, role: Role, index: int) -> None:
+        made.init(UserDefinedRoleMaker(index, role, 2, job.endpoints))
+        if kind == "resumed":
+            steps[f"{role.name} {index}"] = made.resume_from(tmp_path)
+
+    def train(made: Fleet, elements: int) -> list[float]:
+        weight = torch.nn.Parameter(torch.zeros(elements))
+        optimizer = made.distributed_optimizer(torch.optim.SGD([weight], lr=1.0))
+        made.init_worker()
+        with Checkpoints(tmp_path, every_steps=1, background=False, fleet=made) as checkpoints:
+            optimizer.minimize(weight.sum())
+            checkpoints.after_step()
+        return weight.tolist()
+
+    def body(made: Fleet, index: int) -> tuple[list[float], list[float]]:
+        first = train(made, 1)
+        if index == 1:
+            assert has_left.wait(20)
+            time.sleep(0.2)  # worker 0 asks for a place in the next job
+        made.stop_worker()
+        has_left.set()  # by worker 0, who waits for nobody
+        begin(made, Role.WORKER, index)
+        return first, train(made, 2 if kind == "with another model" else 1)
+
+    class InARow(Job):
+        def serve(self, index: int) -> None:
+            made = self.fleet(Role.SERVER, index)
+            for job in range(2):
+                if job:
+                    begin(made, Role.SERVER, index)
+                made.init_server()
+                made.run_server()
+
+    job = InARow(body, 2, 2, network=network, environ=environ)
+    ended = {"as before": [-1.0], "with another model": [-1.0, -1.0], "resumed": [-2.0]}[kind]
+    assert job.run() == [([-1.0], ended)] * 2
+    assert network.struck
+    assert kind != "resumed" or steps == dict.fromkeys(["WORKER 0", "WORKER 1", "SERVER 0", "SERVER 1"], 1)
 
 
 def test_an_early_worker_that_is_told_not_to_wait_says_why() -> None:

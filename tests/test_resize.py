@@ -1774,7 +1774,7 @@ def test_a_durable_server_that_was_not_told_asks_the_others(tmp_path: Path, then
     )
     job.counted |= {*ASKED}
     assert_same(job.run(), undisturbed())
-    assert job.hosts[1].kills == 2
+    assert job.hosts[1].kills >= 2  # a word that is not answered is sent again
     assert not list(tmp_path.iterdir())
 
 

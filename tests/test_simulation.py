@@ -157,7 +157,7 @@ ON_PURPOSE = {
     ),
     "only worker 0 is told that a server has lost the initial values": FOUND["initial values that were not kept"],
     "a journal is synced with its lock and the server's taken in the other order": Scenario(
-        115,
+        151,
         Setting(mode="async", workers=2, servers=1, steps=4, durable="always", journal_bytes=2000, sync_s=0.01),
         (Fault(10, PAUSE, "server0", 5.0),),
         preemption=0.1,

@@ -45,6 +45,8 @@ class Lifecycle(Generic[W, S]):
         self._parts: tuple[Sequence[torch.optim.Optimizer], torch.nn.Module | None, S] | None = None
         self._worker: W | None = None
         self._has_resumed = False
+        #: the incarnation by which servers know who has left the job that this process was in last; 0 if there is none
+        self.former = 0
 
     @property
     def assignment(self) -> Assignment:

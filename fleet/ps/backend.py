@@ -46,11 +46,17 @@ _log = logging.getLogger("fleet")
 
 class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
     def __init__(
-        self, assignment: Assignment, settings: ProcessSettings, clock: Clock, network: Network | None
+        self,
+        assignment: Assignment,
+        settings: ProcessSettings,
+        clock: Clock,
+        network: Network | None,
+        former: int = 0,
     ) -> None:
         super().__init__(assignment, settings, clock)
         self._given_network = LoopbackNetwork() if network is None and assignment.embedded else network
         self._network = self._given_network or real_network(settings)
+        self.former = former
         self._restore: Restore | None = None
         self._server_prepared = False
         #: listens from ``resume_from`` on, until it runs
@@ -143,8 +149,9 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
         a = self._assignment
         if a.is_server:
             self._listening = self._make_server(a.servers[a.index], resumes=root)
+        clock, own = self._clock, self._listening
         try:
-            return resume(a, self._network, self._settings, self._clock, root.url, strict=strict, own=self._listening)
+            return resume(a, self._network, self._settings, clock, root.url, strict=strict, own=own, former=self.former)
         except BaseException:
             self.let_go()
             raise
@@ -179,7 +186,9 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
             raise NotInitializedError("run_server() came before init_server()", todo="Call fleet.init_server() first.")
         self._server_prepared = False
         server, self._listening = self._listening, None
-        (server or self._make_server(self._assignment.servers[self._assignment.index])).run()
+        server = server or self._make_server(self._assignment.servers[self._assignment.index])
+        server.run()
+        self.former = server.one_that_was_here
         self._done()
 
     def _make_server(self, endpoint: Endpoint, resumes: Place | None = None) -> ServerRuntime:
@@ -203,7 +212,8 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
             raise StateError(f"init_worker() was called on {self._assignment}", todo="Guard it with fleet.is_worker().")
         _, model, strategy = self._parts_to_start()
         a = self._assignment
-        worker = WorkerRuntime(a, self._describe, strategy, self._network, self._settings, self._clock, model)
+        clock, former = self._clock, self.former
+        worker = WorkerRuntime(a, self._describe, strategy, self._network, self._settings, clock, model, former)
         asked = resizing.AskedMove(worker)
         worker.move_as_asked, worker.before_close = asked.go_on, asked.give_up
         try:
@@ -233,6 +243,8 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
         return described
 
     def _after_worker(self) -> None:
+        if self._worker is not None and self._worker.has_left:
+            self.former = self._worker.incarnation
         if self._embedded is not None:
             self._embedded.join(timeout=10.0)
 

@@ -74,11 +74,13 @@ def resume(
     *,
     strict: bool,
     own: OwnServer | None,
+    former: int,
 ) -> Resumed:
     """Find out where the job goes on from, the same for all of its processes. ``root`` is where its checkpoints are;
-    ``own`` is this process's server."""
+    ``own`` is this process's server. ``former`` is the incarnation by which servers know who has left the job that
+    this process was in before."""
     questions = _Questions(assignment, network, own)
-    look = pb.Look(root=root, job_id=settings.job_id, by_server=own is not None)
+    look = pb.Look(root=root, job_id=settings.job_id, by_server=own is not None, former=former)
     began = noticed = clock.now()
     try:
         seen: dict[int, Seen] = {}

@@ -129,6 +129,15 @@ class Membership:
         member = self._members.get(worker)
         return member is not None and member.incarnation == incarnation and member.standing is Standing.LIVE
 
+    def knows(self, incarnation: int) -> bool:
+        """Say whether this process was let in at any time, and none has its place since."""
+        return any(each.incarnation == incarnation for each in self._members.values() if each.incarnation)
+
+    @property
+    def one_that_was_here(self) -> int:
+        """Return the incarnation of a process that was let in; 0 if none was."""
+        return max((each.incarnation for each in self._members.values()), default=0)
+
     def met(self, worker: int) -> bool:
         """Say whether a worker has come to this process, and is not only surmised to be here."""
         member = self._members.get(worker)

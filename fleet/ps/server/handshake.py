@@ -55,7 +55,7 @@ class Handshake:
     def hello(self, job: Job | None, arrival: Arrival) -> None:
         """Let a worker in, or refuse it; the first one begins the job."""
         request, worker, is_first = arrival.request, arrival.worker, job is None
-        self.refuse_successor(job, worker, request.incarnation, request.hello.job_id)
+        self.refuse_successor(job, request, request.hello)
         self._end.refuse_if_failed(worker)
         label = on_one_line(request.hello.label[:200])
         try:
@@ -98,14 +98,21 @@ class Handshake:
         """Return the servers this process was told of; none if it was not told."""
         return () if self._expected is None else self._expected[1]
 
-    def refuse_successor(self, job: Job | None, worker: int, incarnation: int, job_id: str) -> None:
+    def refuse_who_has_left(self, former: int) -> None:
+        """Refuse a process of the next job, which may have the same id, if it was in this one as ``former``: it is
+        early, as others have not left yet."""
+        if self._members.knows(former):
+            raise self._is_busy("the process that has left it")
+
+    def refuse_successor(self, job: Job | None, request: Any, about: Any) -> None:
         """Refuse a worker of the next job, which may be early: the process that had its place here has left, and others
-        have not."""
-        durability = self._durability
+        have not. ``about`` is what it says of itself."""
+        self.refuse_who_has_left(about.former)
+        durability, worker, incarnation = self._durability, request.worker, request.incarnation
         before = self._members.succeeds(worker, incarnation)
         is_new = self._members.is_stranger(worker)
         ours = self._settings.job_id or ("" if job is None else job.job_id)
-        restarted = bool(ours) and ours == job_id
+        restarted = bool(ours) and ours == about.job_id
         if before is Standing.LIVE and not restarted and durability is not None and durability.goes_on:
             raise IdentityError(
                 "this server goes on with a job whose state it has kept, and this worker was not part of it",
@@ -114,13 +121,16 @@ class Handshake:
                 todo="Remove the directory if that job is over. Workers may start again where FLEET_JOB_ID is set.",
             )
         if not restarted and (before is Standing.LEFT or (self._end.over and (is_new or before is not None))):
-            raise ServerBusyError(
-                "this server has not finished an earlier job yet",
-                where=self._where,
-                got=f"a new worker {worker}; the earlier "
-                + ("one has left" if before is Standing.LEFT else "job is over"),
-                todo="Wait until the earlier job has ended, or give this one servers of its own.",
-            )
+            how = "one has left" if before is Standing.LEFT else "job is over"
+            raise self._is_busy(f"a new worker {worker}; the earlier {how}")
+
+    def _is_busy(self, got: str) -> FleetError:
+        return ServerBusyError(
+            "this server has not finished an earlier job yet",
+            where=self._where,
+            got=got,
+            todo="Wait until the earlier job has ended, or give this one servers of its own.",
+        )
 
     def _refuse_second_start(self, job: Job, request: Any) -> None:
         """Refuse a worker that starts again where the others have its dense parameters, and would wait for its step

@@ -63,6 +63,17 @@ class Members:
         with self._lock:
             return self._members is not None and self._members.has(request.worker, request.incarnation)
 
+    def knows(self, incarnation: int) -> bool:
+        """Say whether this process is or was in the job."""
+        with self._lock:
+            return self._members is not None and self._members.knows(incarnation)
+
+    @property
+    def one_that_was_here(self) -> int:
+        """Return the incarnation of a process that is or was in the job; 0 if there was none."""
+        with self._lock:
+            return 0 if self._members is None else self._members.one_that_was_here
+
     def has_met(self, worker: int) -> bool:
         """Say whether a worker has come to this process, and is here as far as is known."""
         with self._lock:

@@ -151,8 +151,10 @@ class Resumption:
                 todo="Leave the model_dir out.",
             )
         if not look.by_server:
-            self._handshake.refuse_successor(job, request.worker, request.incarnation, look.job_id)
-        elif self._end.over:
+            self._handshake.refuse_successor(job, request, look)
+            return
+        self._handshake.refuse_who_has_left(look.former)
+        if self._end.over:
             raise ServerBusyError("this server has not finished an earlier job yet", where=self._where)
 
     def _held(self, request: Any) -> Held | None:

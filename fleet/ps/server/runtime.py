@@ -100,6 +100,11 @@ class ServerRuntime:
         return reply
 
     @property
+    def one_that_was_here(self) -> int:
+        """Return the incarnation of a worker of the job; 0 if none came."""
+        return self._service.one_that_was_here
+
+    @property
     def chosen(self) -> Choice | None:
         """Return what the job goes on from, if this server has been told."""
         return self._service.chosen

@@ -406,6 +406,11 @@ class Service:
             self.durability.close()
 
     @property
+    def one_that_was_here(self) -> int:
+        """Return the incarnation of a worker of the job; 0 if none came."""
+        return self._members.one_that_was_here
+
+    @property
     def chosen(self) -> Choice | None:
         """Return what the job goes on from, if this server has been told."""
         return self._resumption.chosen

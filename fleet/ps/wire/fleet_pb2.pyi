@@ -230,9 +230,10 @@ class Halt(_message.Message):
     def __init__(self, attempt: _Optional[str] = ..., version: _Optional[int] = ..., round: _Optional[int] = ..., delivered: _Optional[_Mapping[int, int]] = ..., endpoints: _Optional[_Iterable[str]] = ..., buffers: _Optional[_Iterable[_Union[Buffer, _Mapping]]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ["endpoints", "fingerprint", "job_id", "label", "options", "seed", "server", "spec"]
+    __slots__ = ["endpoints", "fingerprint", "former", "job_id", "label", "options", "seed", "server", "spec"]
     ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    FORMER_FIELD_NUMBER: _ClassVar[int]
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     LABEL_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
@@ -241,13 +242,14 @@ class Hello(_message.Message):
     SPEC_FIELD_NUMBER: _ClassVar[int]
     endpoints: _containers.RepeatedScalarFieldContainer[str]
     fingerprint: str
+    former: int
     job_id: str
     label: str
     options: _containers.RepeatedScalarFieldContainer[str]
     seed: int
     server: int
     spec: str
-    def __init__(self, spec: _Optional[str] = ..., fingerprint: _Optional[str] = ..., server: _Optional[int] = ..., endpoints: _Optional[_Iterable[str]] = ..., seed: _Optional[int] = ..., options: _Optional[_Iterable[str]] = ..., label: _Optional[str] = ..., job_id: _Optional[str] = ...) -> None: ...
+    def __init__(self, spec: _Optional[str] = ..., fingerprint: _Optional[str] = ..., server: _Optional[int] = ..., endpoints: _Optional[_Iterable[str]] = ..., seed: _Optional[int] = ..., options: _Optional[_Iterable[str]] = ..., label: _Optional[str] = ..., job_id: _Optional[str] = ..., former: _Optional[int] = ...) -> None: ...
 
 class Keeping(_message.Message):
     __slots__ = ["asks", "gives", "kept"]
@@ -270,14 +272,16 @@ class Load(_message.Message):
     def __init__(self, id: _Optional[str] = ..., url: _Optional[str] = ..., attempt: _Optional[str] = ...) -> None: ...
 
 class Look(_message.Message):
-    __slots__ = ["by_server", "job_id", "root"]
+    __slots__ = ["by_server", "former", "job_id", "root"]
     BY_SERVER_FIELD_NUMBER: _ClassVar[int]
+    FORMER_FIELD_NUMBER: _ClassVar[int]
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     ROOT_FIELD_NUMBER: _ClassVar[int]
     by_server: bool
+    former: int
     job_id: str
     root: str
-    def __init__(self, root: _Optional[str] = ..., job_id: _Optional[str] = ..., by_server: bool = ...) -> None: ...
+    def __init__(self, root: _Optional[str] = ..., job_id: _Optional[str] = ..., by_server: bool = ..., former: _Optional[int] = ...) -> None: ...
 
 class Meet(_message.Message):
     __slots__ = ["address", "broken", "group", "has_values", "leaving", "rounds", "steps"]

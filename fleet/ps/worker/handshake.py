@@ -25,6 +25,7 @@ def join(
     options: Sequence[str],
     policy: Policy,
     job_id: str,
+    former: int,
     *,
     wait: bool,
     watch: Callable[[], None] = lambda: None,
@@ -43,6 +44,7 @@ def join(
             options=options,
             label=f"{socket.gethostname()}:{os.getpid()}",
             job_id=job_id,
+            former=former,
         )
         answers.append(connection.hello(Frame(connection.request(0, hello=hello)), wait=wait, watch=watch).message)
         connection.start_heartbeat()

@@ -81,8 +81,10 @@ class WorkerRuntime:
         settings: ProcessSettings,
         clock: Clock,
         model: torch.nn.Module | None = None,
+        former: int = 0,
     ) -> None:
-        """``describe`` returns what the user's optimizers and ``model`` are now."""
+        """``describe`` returns what the user's optimizers and ``model`` are now; ``former`` is the incarnation of this
+        process in the job that it has left before."""
         self.assignment = assignment
         #: moves the job to the servers that somebody outside wants it to have
         self.move_as_asked: Callable[[], None] = lambda: None
@@ -95,7 +97,9 @@ class WorkerRuntime:
         self.figures = figures = WorkerFigures(clock)
         self.policy = policy = policy_of(strategy, strategy.update_frequency)
         self.progress = progress = Progress(policy)
-        worker, self._incarnation = assignment.index, secrets.randbits(63)
+        worker, self._incarnation, self._former = assignment.index, secrets.randbits(63), former
+        #: whether it has said goodbye to all servers
+        self.has_left = False
         self._whereabouts = Whereabouts()
         self._network, self._clock = network, clock
         self.connections = connections = Connections(
@@ -240,6 +244,7 @@ class WorkerRuntime:
             self.trained.description.options(),
             self.policy,
             self._settings.job_id,
+            self._former,
             wait=self._strategy.wait_port,
             watch=lambda: refuse_if_moved(connections),
         )
@@ -724,6 +729,7 @@ class WorkerRuntime:
                 if self._dense is not None:
                     self._dense.leave()
                 self.following(lambda: self.connections.ask("goodbye", bye=pb.Bye()))
+                self.has_left = True
         except FleetError:
             raise
         except BaseException as error:
