@@ -1,7 +1,7 @@
 """What each mode loses in quality against one process, and what GEO saves in traffic.
 
     python benchmarks/quality.py [--quick] [--json FILE] [--figures FOLDER] [--tables modes frequencies long buffers]
-                                 [--problems flights adult ids] [--workers 2 4 8 20]
+                                 [--problems flights adult ids] [--workers 2 4 8 20] [--seeds 3]
 
 A click-like model learns which flights arrive late (see examples/flights.py), in whole jobs inside this process. All
 modes take the same number of updates on the same batches as one process: a synchronous job shares every batch out to
@@ -228,11 +228,11 @@ class SharedModel(ClickModel):
 class SharedStudy:
     """GBA and auto on one problem, at the learning rate of one process, on simulated courses."""
 
-    def __init__(self, key: str, rates: Sequence[float], *, quick: bool) -> None:
+    def __init__(self, key: str, rates: Sequence[float], seeds: int, *, quick: bool) -> None:
         self._problem: Problem = PROBLEMS[key]()
         length = SHARED[key]
         self._length = Length(length.batch, length.updates // 20) if quick else length
-        self._seeds = SEEDS[:1] if quick else SEEDS
+        self._seeds = range(seeds)
         task = self._problem.task
         # Of ids that nobody has, there is no row.
         _, ids = torch.unique(torch.cat([task.train.ids, task.validation.ids, task.test.ids]), return_inverse=True)
@@ -319,10 +319,12 @@ def shared_line(row: Row) -> str:
     )
 
 
-def shared(problems: Iterable[str], workers: Sequence[int], rates: Sequence[float], *, quick: bool) -> Iterator[Row]:
+def shared(
+    problems: Iterable[str], workers: Sequence[int], rates: Sequence[float], seeds: int, *, quick: bool
+) -> Iterator[Row]:
     """``speed`` is of synchronous training, by the simulated clock."""
     for key in problems:
-        study = SharedStudy(key, rates, quick=quick)
+        study = SharedStudy(key, rates, seeds, quick=quick)
         yield study.one_process()
         for number in workers:
             for one_slow in (False, True):
@@ -422,6 +424,9 @@ def main() -> None:
     )
     parser.add_argument("--workers", nargs="+", default=SHARED_WORKERS, type=int, help="of the last table")
     parser.add_argument("--rates", nargs="+", type=float, help="of the last table: one of them is that of one process")
+    parser.add_argument(
+        "--seeds", type=int, help=f"of the last table: how many jobs of each kind (default: {len(SEEDS)})"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     tables: dict[str, list[Row]] = {}
@@ -436,7 +441,8 @@ def main() -> None:
         tables["long"] = show(f"{LONG.updates} updates on batches of {LONG.batch}", long_runs(long))
     if "buffers" in options.tables:
         rates = options.rates or (RATES[2:3] if options.quick else RATES)
-        rows = shared(options.problems, options.workers, rates, quick=options.quick)
+        seeds = options.seeds or (1 if options.quick else len(SEEDS))
+        rows = shared(options.problems, options.workers, rates, seeds, quick=options.quick)
         title = "GBA and auto at the learning rate of one process, by a simulated clock"
         tables["buffers"] = show(title, rows, SHARED_HEADING, shared_line)
         print("\n".join(missed(tables["buffers"])))
