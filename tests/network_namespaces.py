@@ -9,14 +9,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import json
 import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
+_SCRIPTS = Path(__file__).parent / "scripts"
 _numbers = itertools.count()
 
 
@@ -120,6 +123,21 @@ class Machines:
         for address in addresses:
             # Without asking first whether anybody else has it, which takes IPv6 a second or two.
             machine.ip("addr", "add", address, "dev", network, *(["nodad"] if ":" in address else []))
+
+    def join(self, network: str, addresses: Mapping[Machine, str], **cable: float) -> None:
+        """Two machines, each with its address, on one cable: what ``bad_switch.py`` knows of it."""
+        switch = self.machine(f"switch-{network}")
+        ports = []
+        for machine, address in addresses.items():
+            ports.append(port := f"port{next(self._ports)}")
+            machine.ip("link", "add", network, "type", "veth", "peer", "name", port, "netns", switch.namespace)
+            switch.ip("link", "set", port, "up")
+            machine.ip("link", "set", network, "up")
+            machine.ip("addr", "add", address, "dev", network)
+        forwarding = switch.start(sys.executable, str(_SCRIPTS / "bad_switch.py"), *ports, json.dumps(cable))
+        assert forwarding.stdout is not None
+        said = forwarding.stdout.readline()
+        assert said == "forwards\n", said
 
     def __enter__(self) -> Machines:
         return self

@@ -2,8 +2,9 @@
 
 It runs in a network namespace, on veth cables that are plugged into no bridge, and takes whole Ethernet frames from one
 and gives them to the other, as packet sockets do; that needs root and no module of the kernel's. Faults are shares of
-the frames, and ``delay_s``, which each frame has a random part of, so that many overtake others. When it is told to
-end it prints how many frames it treated how.
+the frames, and ``delay_s``, which each frame has a random part of, so that many overtake others. ``latency_s`` and
+``bits_per_s`` are no faults but the length and the width of a cable: frames arrive so much later, one after the other,
+in their order. When it is told to end it prints how many frames it treated how.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import json
+import math
 import random
 import select
 import signal
@@ -21,17 +23,36 @@ from collections import Counter
 from typing import Any
 
 _ALL, _OUTGOING, _IPV4 = 3, 4, b"\x08\x00"
-_MOST = 1 << 16
-#: Addresses and the type of what follows; a flipped bit behind them is found by a checksum of IP or TCP.
-_ETHERNET = 14
+_MOST = 1 << 17
+_SOL_PACKET, _PACKET_VNET_HDR = 263, 15  # linux/socket.h, linux/if_packet.h
+_SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 32, 33  # asm-generic/socket.h
+#: Before each frame stands what its receiver has to do: cut it into segments, fill in a checksum. So a large one may
+#: pass whole, as it does in a cable without a switch.
+_TO_DO = 10
+#: Then come addresses and the type of what follows; a flipped bit behind them is found by a checksum of IP or TCP.
+_ETHERNET = _TO_DO + 14
 
 
 class Switch:
-    def __init__(self, ports: list[str], loss: float, duplicate: float, corrupt: float, delay_s: float) -> None:
+    def __init__(
+        self,
+        ports: list[str],
+        loss: float = 0.0,
+        duplicate: float = 0.0,
+        corrupt: float = 0.0,
+        delay_s: float = 0.0,
+        latency_s: float = 0.0,
+        bits_per_s: float = math.inf,
+    ) -> None:
         self._sockets = [socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ALL)) for _ in ports]
         for each, port in zip(self._sockets, ports, strict=True):
+            each.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)
+            for buffer in (_SO_SNDBUFFORCE, _SO_RCVBUFFORCE):  # what finds no room is lost
+                each.setsockopt(socket.SOL_SOCKET, buffer, 64 << 20)
             each.bind((port, _ALL))
         self._loss, self._duplicate, self._corrupt, self._delay_s = loss, duplicate, corrupt, delay_s
+        self._latency_s, self._bits_per_s = latency_s, bits_per_s
+        self._free_at = [0.0, 0.0]  #: by where frames go
         self._random = random.Random(1)
         self._numbers = itertools.count()
         #: when a frame leaves, its number, to which socket
@@ -54,12 +75,15 @@ class Switch:
         self.told["frames"] += 1
         if self._strikes("lost", self._loss):
             return
-        if frame[12:_ETHERNET] == _IPV4 and self._strikes("corrupt", self._corrupt):
+        if frame[_ETHERNET - 2 : _ETHERNET] == _IPV4 and self._strikes("corrupt", self._corrupt):
             at = self._random.randrange(_ETHERNET, len(frame))
             frame = frame[:at] + bytes([frame[at] ^ 1 << self._random.randrange(8)]) + frame[at + 1 :]
         for _ in range(1 + self._strikes("duplicate", self._duplicate)):
-            leaves = time.monotonic() + self._delay_s * self._random.random()
-            heapq.heappush(self._under_way, (leaves, next(self._numbers), 1 - self._sockets.index(came), frame))
+            to = 1 - self._sockets.index(came)
+            sent = max(self._free_at[to], time.monotonic()) + 8 * len(frame) / self._bits_per_s
+            self._free_at[to] = sent
+            arrives = sent + self._latency_s + self._delay_s * self._random.random()
+            heapq.heappush(self._under_way, (arrives, next(self._numbers), to, frame))
 
     def _strikes(self, what: str, share: float) -> bool:
         strikes = self._random.random() < share
