@@ -383,13 +383,16 @@ class Fleet:
         self,
         batches: Iterable[T],
         lookup: Callable[[T], Mapping[Any, Any]],
-        depth: int = 1,
+        depth: int | None = None,
         *,
         device: Any = None,
         embedding_staleness: int | None = None,
     ) -> Iterator[T]:
         """Iterate over ``batches`` while the rows of the next ``depth`` ones are fetched. ``lookup(batch)`` returns the
         ids that each remote embedding will be asked for, as ``{module: ids}``; the forward then finds their rows there.
+
+        Unless ``depth`` is given, it is 1, and 2 with ``device``; in asynchronous and half-asynchronous jobs it grows
+        while batches wait for their rows, as far as that helps.
 
         With ``device`` the rows are brought there, by copies beside the computation. A synchronous job gets the same
         numbers, to the bit. In asynchronous and half-asynchronous jobs ``embedding_staleness`` lets rows stay on the
@@ -403,7 +406,7 @@ class Fleet:
             2
         """
         backend = self._backend("prefetch")
-        checks.whole("depth", depth, 1)
+        checks.whole_or_none("depth", depth, 1)
         if not callable(lookup):
             raise ArgumentTypeError("lookup must be a function of a batch", got=type(lookup).__name__)
         checks.whole_or_none("embedding_staleness", embedding_staleness, 1)

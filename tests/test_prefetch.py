@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
+import statistics
 import threading
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from faults import Action, Fault, FaultyNetwork
 from harness import run_job, values
 from inside import under_way
 from test_geo import Watched
@@ -19,6 +23,8 @@ from fleet import Fleet, StrategyFactory
 from fleet.errors import ArgumentTypeError, ConfigurationError, IdOutOfRangeError, NotInitializedError
 from fleet.ps.wire.grpc_client import GrpcCall
 from fleet.ps.wire.grpc_server import GrpcNetwork
+from fleet.ps.wire.loopback import LoopbackNetwork
+from fleet.ps.worker.prefetch import Depth
 from fleet.strategy.parameter_server import Strategy
 
 Batch = torch.Tensor
@@ -394,3 +400,74 @@ def test_a_table_of_another_job_is_refused() -> None:
 def test_names_that_torch_cannot_have_are_refused(name: str) -> None:
     with pytest.raises(ConfigurationError, match="cannot have this name"):
         fleet.nn.EmbeddingGroup({name: (None, 2)})
+
+
+# ---------------------------------------------------------------- how far ahead
+
+
+def chosen(batch_s: float, trip_s: float, *, batches: int = 4000, narrow: bool = False) -> list[int]:
+    """The depths of a training whose batches take so long, and whose rows so much longer: each request for itself, or
+    one after the other where the way is ``narrow``."""
+    depth, now, free_at, found = Depth(), 0.0, 0.0, list[int]()
+    arrives = deque[float]()
+    for _ in range(batches):
+        while len(arrives) <= depth.now:
+            free_at = max(now, free_at) + trip_s if narrow else now + trip_s
+            arrives.append(free_at)
+        began, due = now, arrives.popleft()
+        now = max(now, due)
+        waited_s, now = now - began, now + batch_s
+        depth.saw(waited_s, now - began)
+        found.append(depth.now)
+    return found
+
+
+@pytest.mark.parametrize(("trip_s", "least"), [(0.0, 1), (0.9, 1), (1.5, 2), (4.5, 5), (10.5, 11)])
+def test_rows_are_asked_for_as_far_ahead_as_keeps_training_from_waiting(trip_s: float, least: int) -> None:
+    found = chosen(1.0, trip_s)
+    assert max(found) < 2 * least or least == 1
+    assert statistics.mode(found[1000:]) == least
+
+
+def test_rows_are_not_asked_for_earlier_where_that_does_not_help() -> None:
+    found = chosen(1.0, 3.0, narrow=True)
+    assert max(found) <= 2
+    assert found.count(2) < len(found) / 20
+    assert max(chosen(1.0, 100.0)) == 16
+
+
+def test_the_depth_goes_back_when_rows_are_nearer() -> None:
+    depth, found = Depth(), []
+    for waits in [4.0] * 32 + [1.0] * 20 + [0.0] * 200:
+        depth.saw(waits, waits + 1.0)
+        found.append(depth.now)
+    assert [each for each, _ in itertools.groupby(found)] == [1, 2, 4, 3, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "far"), [(StrategyFactory.create_async_strategy(), True), (None, False)], ids=["async", "sync"]
+)
+def test_a_job_chooses_how_far_ahead_it_asks(strategy: Strategy | None, far: bool) -> None:
+    """Where rows are allowed to be older. Rows take longer than a batch here."""
+    network = FaultyNetwork(LoopbackNetwork(), Fault(Action.DELAY, kind="pull", times=None, delay_s=0.02))
+
+    def body(fleet_: Fleet, worker: int) -> int:
+        table = fleet.nn.Embedding(None, 1)
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD(table.parameters(), lr=1.0), strategy)
+        fleet_.init_worker()
+        asked = taken = most = 0
+
+        def data() -> Iterator[torch.Tensor]:
+            nonlocal asked
+            for asked in range(1, 101):
+                yield torch.tensor([asked])
+
+        for ids in fleet_.prefetch(data(), lambda ids: {table: ids}):
+            taken += 1
+            most = max(most, asked - taken)
+            optimizer.minimize(table(ids).sum())
+        assert taken == 100
+        return most
+
+    (most,) = run_job(body, 1, 1, network=network)
+    assert most > 1 if far else most == 1

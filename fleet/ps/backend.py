@@ -252,7 +252,7 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
         self,
         batches: Iterable[Batch],
         lookup: Callable[[Batch], Mapping[Any, Any]],
-        depth: int,
+        depth: int | None,
         device: object,
         embedding_staleness: int | None,
     ) -> Iterator[Batch]:

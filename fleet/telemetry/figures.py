@@ -42,6 +42,9 @@ WORKER = {
     "reduce_seconds": Figure("time of the training thread in waiting for dense gradients that workers average"),
     "copy_seconds": Figure("time of the training thread in copies between the host and a device that Fleet makes"),
     "delay_seconds": Figure("time for which the process's first thread was ready to run and had no processor"),
+    "round_trip_seconds": Figure(
+        "the shortest round trip of the last heartbeats to its server that is furthest away", counts=False
+    ),
     "queue": Figure("steps that wait to be sent, in the asynchronous mode", counts=False),
     **_OF_EVERY_PROCESS,
 }

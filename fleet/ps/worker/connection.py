@@ -42,6 +42,8 @@ RETRY_PAUSE_S = 0.2
 #: For so many heartbeats a worker asks again for a place that another process has: it may have just died.
 TAKEN_BEATS = 4
 FAREWELL_S = 2.0
+#: Of so many heartbeats the shortest round trip says how far a server is.
+_BEATS = 8
 #: After so many heartbeats without an answer a server is away, and not just slow with one.
 MISSED_BEATS = 2
 
@@ -105,6 +107,8 @@ class Connection:
         self._heartbeat: threading.Thread | None = None
         #: by its last heartbeat, the number of the group that somebody waits for, and of the last one that broke
         self.meeting = self.broken_group = 0
+        #: what the last heartbeats took
+        self._round_trips: tuple[float, ...] = ()
         #: by its last heartbeat, the servers that this worker is to move the job to
         self.wanted_servers: tuple[str, ...] = ()
         self._whereabouts = whereabouts or Whereabouts()
@@ -202,6 +206,12 @@ class Connection:
     def deadline_s(self) -> float:
         return self._settings.rpc_deadline_s
 
+    @property
+    def round_trip_s(self) -> float:
+        """Return how long a request takes on its way there and back; 0 if that is not known yet. A busy machine delays
+        one or another."""
+        return min(self._round_trips, default=0.0)
+
     def start_heartbeat(self) -> None:
         if self._heartbeat is None:
             name = f"fleet-heartbeat-{self._worker}-{self.endpoint}"
@@ -221,8 +231,10 @@ class Connection:
         noticed, every_s = self._clock.now(), notice_every_s(self._settings.rpc_deadline_s)
         has_moved = knows_ahead = False
         while not self._closing.wait(self._settings.heartbeat_s):
+            sent_at = self._clock.now()
             try:
                 self._take_in(raise_if_error(self._beat().result()))
+                self._round_trips = (*self._round_trips[1 - _BEATS :], self._clock.now() - sent_at)
             except TransportError:
                 pass
             except ServersMovedError as error:
@@ -528,6 +540,11 @@ class Connections:
         """Note that the user knows what ended any of them."""
         for connection in self.by_server:
             connection.reported = connection.reported or connection.is_over
+
+    @property
+    def round_trip_s(self) -> float:
+        """Return how long a request takes to the server that is furthest away and back."""
+        return max((each.round_trip_s for each in self.by_server), default=0.0)
 
     @property
     def wanted_servers(self) -> tuple[str, ...]:

@@ -15,15 +15,69 @@ from fleet.ps.worker.look_ahead import Coming
 from fleet.ps.worker.lookups import Prefetched
 from fleet.ps.worker.runtime import WorkerRuntime
 
+#: While waits for rows are a larger part of the time, they are asked for further ahead, up to so many batches.
+_WORTH, _MOST = 0.05, 16
+#: It is decided about once in so many batches, and after a change for the worse not again in so many decisions.
+_WINDOW, _REST = 16, 64
+#: To ask twice as far ahead has to shorten a wait to this part at least.
+_SHORTER = 0.8
+#: Of rows for a device, some are copied while others are on their way.
+_FOR_A_DEVICE = 2
+
 Batch = TypeVar("Batch")
 LookedUp: TypeAlias = Callable[[Batch], Mapping[Any, Any]]
+
+
+class Depth:
+    """Chooses how many batches ahead rows are asked for, by how long training waits for them: as few as keep it from
+    waiting. Each makes them a step older, so twice as many stay only if they shorten the wait: where a server or the
+    bandwidth of the network is what it waits for, they do not."""
+
+    def __init__(self) -> None:
+        self.now = 1
+        #: counted from below zero: the first batches wait for much else, and so do the first after a change
+        self._batches, self._waited_s, self._whole_s = -_WINDOW, 0.0, 0.0
+        #: the wait for a batch with half as many ahead, while twice as many are on trial
+        self._before_s: float | None = None
+        self._is_less_on_trial = False
+        self._rest = 0
+
+    def saw(self, waited_s: float, whole_s: float) -> None:
+        """Note how long a batch took, and how much of that was waiting for rows."""
+        self._batches += 1
+        if self._batches > 0:
+            self._waited_s += waited_s
+            self._whole_s += whole_s
+        if self._batches == _WINDOW:
+            before = self.now
+            self._decide(self._waited_s / max(self._whole_s, 1e-9), self._waited_s / _WINDOW)
+            self._batches = 0 if self.now == before else -self.now
+            self._waited_s = self._whole_s = 0.0
+
+    def _decide(self, share: float, waited_s: float) -> None:
+        before_s, self._before_s = self._before_s, None
+        was_less, self._is_less_on_trial = self._is_less_on_trial, False
+        self._rest = max(0, self._rest - 1)
+        if before_s is not None and waited_s > _SHORTER * before_s:
+            self.now //= 2
+            self._rest = _REST
+        elif was_less and share > _WORTH:
+            self.now += 1
+            self._rest = _REST
+        elif share > _WORTH:
+            if self.now < _MOST and not self._rest:
+                self._before_s = waited_s
+                self.now *= 2
+        elif self.now > 1 and not self._rest:
+            self._is_less_on_trial = True
+            self.now -= 1
 
 
 def prefetch(
     worker: WorkerRuntime,
     batches: Iterable[Batch],
     lookup: LookedUp[Batch],
-    depth: int,
+    depth: int | None,
     device: object = None,
     staleness: int | None = None,
 ) -> Iterator[Batch]:
@@ -35,6 +89,7 @@ def prefetch(
         )
     if device is None:
         return _fetched(worker, batches, lookup, depth)
+    depth = depth or min(_FOR_A_DEVICE, staleness or _FOR_A_DEVICE)
     if worker.replica is not None:
         raise UnsupportedError(
             "rows cannot be brought to a device ahead in the mode 'geo', whose workers keep them and train them",
@@ -61,19 +116,30 @@ def _check_staleness(worker: WorkerRuntime, depth: int, staleness: int) -> None:
         )
 
 
-def _fetched(worker: WorkerRuntime, batches: Iterable[Batch], lookup: LookedUp[Batch], depth: int) -> Iterator[Batch]:
+def _fetched(
+    worker: WorkerRuntime, batches: Iterable[Batch], lookup: LookedUp[Batch], given: int | None
+) -> Iterator[Batch]:
     """Yield batches whose rows are with this worker."""
     coming = iter(batches)
+    # Where rows may not be older, they come with the answer to a push, and to ask earlier gains nothing.
+    chosen = Depth() if given is None and worker.policy.lets_rows_age else None
+    waits, began_s = worker.figures.pull, worker.now()
     queue: deque[tuple[Batch, Mapping[int, Prefetched]]] = deque()
     try:
         while True:
+            depth = chosen.now if chosen is not None else given or 1
             for batch, wanted in _foreseen(worker, coming, lookup, depth, queue):
                 queue.append((batch, worker.prefetch(wanted, len(queue))))
             if not queue:
                 return
             batch, ahead = queue.popleft()
             worker.offer(ahead)
+            waited_s = waits.seconds
             yield batch
+            if chosen is not None:
+                now_s = worker.now()
+                chosen.saw(waits.seconds - waited_s, now_s - began_s)
+                began_s = now_s
     finally:
         if not worker.turns.is_fork:  # else all that is under way is the parent's
             worker.offer({})

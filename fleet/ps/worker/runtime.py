@@ -623,6 +623,10 @@ class WorkerRuntime:
         with self.turns:
             self.rows.offer(prefetched)
 
+    def now(self) -> float:
+        """Return the time of the clock that this worker's waits are measured by."""
+        return self._clock.now()
+
     @property
     def mode(self) -> str:
         return self._strategy.mode
@@ -701,6 +705,7 @@ class WorkerRuntime:
             step=self.progress.taken,
             steps=self.progress.own,
             lockstep=self.policy.shares_steps,
+            round_trip_seconds=self.connections.round_trip_s,
             queue=self._training.queued,
             sent_bytes=self.connections.sent_bytes,
             received_bytes=self.connections.received_bytes,
