@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,19 +14,22 @@ from typing import Any
 import pytest
 import torch
 from dying import DyingJob, every
-from harness import Job, run_job
-from inside import refresh
+from harness import PATIENT, Job, run_job, until
+from inside import found_job, leave, refresh
 from test_clipping import Model
 from test_durable import same, state
 from test_gba import Turns
 from test_observing import status_of
 
+import fleet.nn
 from fleet import Fleet, StrategyFactory
-from fleet.errors import ArgumentTypeError, ConfigurationError
+from fleet.base.cluster import Endpoint
+from fleet.errors import ArgumentTypeError, ConfigurationError, StateError
 from fleet.ps.consistency.auto import LEAVES_FROM, PAUSE_S, RETURNS_BELOW, AutoGate, gain
 from fleet.ps.consistency.gate import Answer, ApplyBuffer, Changed, Effect, Rules
 from fleet.ps.server.step_requests import told_change
 from fleet.ps.wire.loopback import LoopbackNetwork
+from fleet.role_maker import Role
 from fleet.strategy.parameter_server import Strategy
 from fleet.telemetry.diagnosis import diagnose
 from fleet.telemetry.view import rows, seen
@@ -178,7 +185,7 @@ def test_who_pushed_before_workers_waited_is_in_no_hurry() -> None:
 
 
 def test_a_gate_that_goes_on_elsewhere_admits_what_the_first_one_has_admitted() -> None:
-    """And where another server does, it closes no buffer by itself, and holds nobody."""
+    """And where another server does, it closes no buffer by itself, and holds nobody for it."""
     gate = AutoGate(range(3))
     for worker in range(3):
         gate.push(worker, 1, 0)
@@ -191,7 +198,7 @@ def test_a_gate_that_goes_on_elsewhere_admits_what_the_first_one_has_admitted() 
         each.resume(gate.clocks, gate.gone, gate.version, json.loads(json.dumps(gate.memory(gate.clocks))))
     first, other = moved
     other.follow_first()
-    assert [first.holds(0, 2), other.holds(0, 2)] == [2, 0]
+    assert [first.holds(0, 2), other.holds(0, 2)] == [2, 1]
     assert ApplyBuffer(2, ((0, 2), (1, 2)), (), 2) in first.leave(2)
     assert other.leave(2) == []
     assert ApplyBuffer(2, ((0, 2), (1, 2)), (), 2) in other.place(0, 2, first.buffers(0))
@@ -314,3 +321,153 @@ def test_servers_that_are_killed_give_the_same_bits(tmp_path: Path, journal_byte
 def test_arguments_are_checked(options: dict[str, Any], error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         StrategyFactory.create_auto_strategy(**options)
+
+
+# ---------------------------------------------------------------- what else goes on meanwhile
+
+
+@pytest.mark.parametrize("gathers", ["barrier_worker", "all_reduce_worker"])
+def test_workers_that_took_more_steps_than_others_may_wait_for_them(gathers: str) -> None:
+    """After a time without rounds one comes to the end of its epoch before another."""
+
+    def body(made: Fleet, index: int) -> tuple[float, int]:
+        weight = torch.nn.Parameter(torch.zeros(1))
+        strategy = StrategyFactory.create_auto_strategy(changes=[2, 10], staleness=99)
+        wrapped = made.distributed_optimizer(torch.optim.SGD([weight], lr=1.0), strategy)
+        made.init_worker()
+        for _ in range(2):
+            for _ in range(16):
+                turns.take(index)
+                wrapped.minimize(weight.sum())
+            made.barrier_worker() if gathers == "barrier_worker" else made.all_reduce_worker(1)
+            turns.over(index)
+        made.barrier_worker()
+        refresh(made)
+        return weight.item(), len(made.summary()["changes"])
+
+    turns = Epochs()
+    (value, changes), (same_value, _) = run_job(body, 2)
+    assert changes == 2
+    assert value == same_value
+    assert value <= -32  # as many updates as there are of two gradients each, and more where a round had one
+
+
+class Epochs:
+    """Worker 1 takes a step where worker 0 takes four, as long as that is still in its epoch."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._steps = [0, 0]
+        self._over = [0, 0]
+
+    def take(self, worker: int) -> None:
+        with self._changed:
+            if worker == 1:
+                patient = time.monotonic() + 0.05  # in a round worker 0 may wait for this step
+                while self._over[0] == self._over[1] and self._steps[0] < 4 * (self._steps[1] + 1):
+                    if not self._changed.wait(max(0.0, patient - time.monotonic())):
+                        break
+            self._steps[worker] += 1
+            self._changed.notify_all()
+
+    def over(self, worker: int) -> None:
+        with self._changed:
+            self._over[worker] += 1
+            self._steps[worker] = 0
+            self._changed.notify_all()
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_one_that_starts_again_amid_a_round_is_in_it_once(servers: int) -> None:
+    environ = {**PATIENT, "FLEET_JOB_ID": "one", "FLEET_HEARTBEAT_S": "0.05"}
+
+    def body(made: Fleet, index: int) -> Any:
+        weight, optimizer = begin(made)
+        first = made.resume_step()
+        if index == 0:
+            first_waits.wait(20)
+        for step in range(first, 4):
+            if index == 0 and step == 1:
+                assert pushed_again.wait(20)
+            if index == 1 and step == first:
+                threading.Timer(0.2, pushed_again.set).start()  # the next push of the new process is there by then
+            optimizer.minimize((weight * (index + 1) * 10.0**step).sum())
+        made.barrier_worker()
+        refresh(made)
+        made.barrier_worker()
+        return weight.item(), made.summary()["steps_by_worker"]
+
+    def begin(made: Fleet) -> Any:
+        weight = torch.nn.Parameter(torch.zeros(1))
+        strategy = StrategyFactory.create_auto_strategy(changes=[])
+        optimizer = made.distributed_optimizer(torch.optim.SGD([weight], lr=1.0), strategy)
+        made.init_worker()
+        return weight, optimizer
+
+    def before(made: Fleet) -> None:
+        weight, optimizer = begin(made)
+        with contextlib.suppress(StateError):  # it dies amid its second step
+            for step in range(2):
+                optimizer.minimize((weight * 2 * 10.0**step).sum())
+
+    class Restarting(Job):
+        def work(self, index: int) -> None:
+            if index == 1:
+                made = self.fleet(Role.WORKER, 1)
+                thread = threading.Thread(target=before, args=(made,))
+                thread.start()
+                first_waits.set()
+                until(lambda: all(self.has_pushed(at) for at in self.endpoints))
+                leave(made)
+                thread.join()
+            super().work(index)
+
+        def has_pushed(self, endpoint: str) -> bool:
+            service = self.network.listener(Endpoint.parse(endpoint)).handler.__self__
+            return (1, 2) in found_job(service).rounds.pushed
+
+    first_waits, pushed_again = threading.Event(), threading.Event()
+    ended = Restarting(body, 2, servers, environ=environ).run()
+    assert ended == [(-1.5 * 1111, {0: 4, 1: 4})] * 2
+
+
+@pytest.mark.parametrize("depth", [None, 1, 5])
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_rows_that_are_asked_for_ahead_are_those_of_synchronous_training(depth: int | None, device: str | None) -> None:
+    def trains_ahead(strategy: Strategy) -> Callable[[Fleet, int], Any]:
+        def body(made: Fleet, index: int) -> Any:
+            table = fleet.nn.Embedding(None, 2, initializer="constant(1)")
+            wrapped = made.distributed_optimizer(torch.optim.SGD(table.parameters(), lr=0.1), strategy)
+            made.init_worker()
+            batches = [torch.tensor([step % 3, index + 2]) for step in range(8)]
+            for ids in made.prefetch(batches, lambda ids: {table: ids}, depth, device=device):
+                wrapped.minimize(table(ids).square().sum())
+            made.barrier_worker()
+            return table(torch.arange(5)).detach(), made.summary()["late_gradients"]
+
+        return body
+
+    auto = StrategyFactory.create_auto_strategy(changes=[], staleness=0)
+    expected = run_job(trains_ahead(Strategy()), 2, 2)
+    for (rows, late), (expected_rows, _) in zip(run_job(trains_ahead(auto), 2, 2), expected, strict=True):
+        assert torch.equal(rows, expected_rows)
+        assert late == {}
+
+
+def test_the_pause_between_changes_is_time_that_has_passed_whoever_tells_it() -> None:
+    """The first worker leaves, and the next one's clock is another."""
+    clockwork = Clockwork(1.0, 4.0, 1.0)
+    assert len(clockwork.take(40)) == 1
+    ahead = AutoGate(range(3), 0, Rules(99))
+    assert (ahead._now, ahead._changed_at) == (-math.inf, -math.inf)
+    at = clockwork.gate._now
+    clockwork.gate.leave(0)
+    for now in (at + 7200.0, at - 7200.0, at - 7100.0):
+        clockwork.gate.note(1, 41, 1.0, now)
+    assert clockwork.gate._now == at + 100.0
+
+
+def test_what_a_job_was_told_to_do_before_a_checkpoint_is_among_its_changes() -> None:
+    gate = AutoGate(range(2), 0, Rules(99, 0, (3, 8, 20)))
+    gate.resume(dict.fromkeys(range(2), 10), {}, 10)
+    assert gate.changes == [Changed(3, False, None), Changed(8, True, None)]

@@ -56,6 +56,8 @@ class WorkerState:
     applied: int
     parked: bool = False
     left: bool = False
+    #: in a barrier
+    resting: bool = False
     #: the version that it was answered with last, which its next gradient is computed on; and of each that waits
     token: int = 0
     tokens: tuple[int, ...] = ()
@@ -178,7 +180,10 @@ class Explorer:
             elif at.delivered < self.start + STEPS:
                 yield Event("push", worker, at.delivered + 1)
             elif self.mode.name == "auto":  # another one may have more steps to go, and wait for this one
-                yield Event("bye", worker)
+                if not at.resting:
+                    yield Event("rest", worker)
+                elif all(each.resting or each.left for each in state.workers):
+                    yield Event("bye", worker)
 
     def mishaps(self, state: State) -> Iterator[Event]:
         for worker, at in enumerate(state.workers):
@@ -215,6 +220,9 @@ class Explorer:
             if frozen(state.gate) != frozen(before.gate):
                 self.fail("a repeated push changed the gate")
             self.park(state, Ticket(worker, step, state.repeats_left + 1))
+        elif event.kind == "rest":
+            self.change(state, worker, resting=True)
+            self.carry_out(state, state.gate.rests(worker))
         else:
             state.departures_left -= event.kind == "leave"
             self.change(state, worker, left=True, parked=False)
@@ -281,7 +289,7 @@ class Explorer:
         most = self.gradients or self.worker_num
         if self.waits(effect.version - 1):
             pushed = {worker for worker, _ in (*effect.pushes, *effect.dropped)}
-            there = {worker for worker, at in enumerate(state.workers) if not at.left}
+            there = {worker for worker, at in enumerate(state.workers) if not (at.left or at.resting)}
             if not there <= pushed or (live and (effect.divisor != size or len(pushed) != size)):
                 self.fail("a round closed without a live worker", effect)
         elif effect.divisor != most or size > most or (live and size < most) or not size:
@@ -292,6 +300,9 @@ class Explorer:
             if at.applied != step - 1 or at.delivered < step:
                 self.fail("a worker's gradient was applied twice or out of order", effect)
             token, *rest = at.tokens
+            began_together = effect.version - 1 == self.start or self.waits(effect.version - 2)
+            if self.waits(effect.version - 1) and began_together and token != effect.version - 1:
+                self.fail("a gradient of a round is of older values", effect)
             self.change(state, worker, applied=step, tokens=tuple(rest))
             if effect.version - 1 - token > self.staleness:
                 late.add((worker, step))
@@ -737,6 +748,11 @@ class WaitsForNobody(AutoGate):
         return 0
 
 
+class WaitsForThoseInABarrier(AutoGate):
+    def rests(self, worker: int) -> list[Effect]:
+        return []
+
+
 class WaitsForTheGoneInARound(AutoGate):
     def leave(self, worker: int) -> list[Effect]:
         return GbaGate.leave(self, worker)
@@ -755,15 +771,17 @@ class ClosesARoundEarly(AutoGate):
 @pytest.mark.parametrize(
     ("broken", "found"),
     [
-        (WaitsForNobody, "without a live worker|deadlock|never applied"),
+        (WaitsForNobody, "of older values"),
+        (WaitsForThoseInABarrier, "deadlock|never applied"),
         (WaitsForTheGoneInARound, "deadlock|never applied"),
         (DividesByAll, "without a live worker"),
         (ClosesARoundEarly, "without a live worker"),
     ],
 )
 def test_a_broken_gate_of_rounds_of_buffers_is_found_out(broken: type[AutoGate], found: str) -> None:
+    changes = (1, 2) if broken is WaitsForThoseInABarrier else ()  # in between, one takes more steps than another
     with pytest.raises(Violation, match=found):
-        Explorer(Mode("auto", broken, GbaPolicy), 2, 1, 1, 0, 9).explore()
+        Explorer(Mode("auto", broken, GbaPolicy), 2, 1, 1, 0, 9, 0, changes).explore()
 
 
 class ClosesWhenSomebodyLeaves(GbaGate):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -126,16 +127,59 @@ def test_rows_that_were_fetched_ahead_are_as_old_as_they_are() -> None:
 
     def body(made: Fleet, index: int) -> Any:
         table = fleet.nn.Embedding(None, 2, initializer="zeros")
+        strategy = StrategyFactory.create_gba_strategy(1, staleness=1)  # of two workers, so it is two updates at least
+        wrapped = made.distributed_optimizer(torch.optim.SGD(table.parameters(), lr=1.0), strategy)
+        made.init_worker()
+        for ids in made.prefetch([torch.tensor([1])] * 8, lambda ids: {table: ids}, depth=1):
+            wrapped.minimize(table(ids).sum())
+            made.barrier_worker()
+        return table(torch.tensor([1])).detach(), made.summary()["late_gradients"]
+
+    (row, late), _ = run_job(body, 2)
+    assert late
+    assert torch.equal(row, torch.full((1, 2), -16.0 + sum(late.values())))
+
+
+def test_rows_are_not_asked_for_too_far_ahead() -> None:
+    """Unless it is said how far, their gradients are not dropped for it."""
+
+    def body(made: Fleet, index: int) -> Any:
+        table = fleet.nn.Embedding(None, 2, initializer="zeros")
         strategy = StrategyFactory.create_gba_strategy(staleness=0)
         wrapped = made.distributed_optimizer(torch.optim.SGD(table.parameters(), lr=1.0), strategy)
         made.init_worker()
-        for ids in made.prefetch([torch.tensor([1])] * 4, lambda ids: {table: ids}, depth=1):
+        with pytest.raises(ConfigurationError, match="depth= of at most staleness=0; got depth=1 in the mode 'gba'"):
+            made.prefetch([], lambda ids: {table: ids}, depth=1)
+        for ids in made.prefetch([torch.tensor([1])] * 4, lambda ids: {table: ids}):
             wrapped.minimize(table(ids).sum())
-        return table(torch.tensor([1])).detach(), made.summary()["late_gradients"]
+        return table(torch.tensor([1])).tolist(), made.summary()["late_gradients"]
 
-    ((row, late),) = run_job(body)
-    assert late
-    assert torch.equal(row, torch.full((1, 2), -4.0 + late[0]))
+    assert run_job(body) == [([[-4.0, -4.0]], {})]
+
+
+@pytest.mark.parametrize("held_up", [1, 3])
+def test_what_one_server_lacks_makes_nobodys_gradients_late(held_up: int) -> None:
+    """A worker is held up between two servers: the others go on as far as theirs may be late, and no further."""
+    network = FaultyNetwork(
+        LoopbackNetwork(),
+        Fault(Action.DELAY, Endpoint.parse("server1:1"), 2, kind="push", step=held_up, delay_s=0.5),
+    )
+
+    def body(made: Fleet, index: int) -> Any:
+        # On both servers; with as many steps as could be taken meanwhile.
+        weights = [torch.nn.Parameter(torch.zeros(9000)) for _ in range(2)]
+        strategy = StrategyFactory.create_gba_strategy(staleness=4)
+        wrapped = made.distributed_optimizer(torch.optim.SGD(weights, lr=1.0), strategy)
+        made.init_worker()
+        for _ in range(5 if index == 2 else 40):
+            wrapped.minimize(sum(weight.sum() for weight in weights))
+            time.sleep(0.005)
+        made.barrier_worker()
+        late = made.summary()["late_gradients"]
+        return {worker: count for worker, count in late.items() if worker != 2}
+
+    assert run_job(body, 3, 2, network=network) == [{}, {}, {}]
+    assert network.struck
 
 
 def test_a_table_that_is_used_now_and_then_makes_nothing_late() -> None:

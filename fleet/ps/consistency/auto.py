@@ -5,7 +5,11 @@ divided by their number; nobody in it goes on before it is applied. Server 0 hea
 took for its step by itself, and works out how much faster all would be if nobody waited. From ``LEAVES_FROM`` on the
 following buffers are GBA's, until it is less than ``RETURNS_BELOW``. As both make an update of as many gradients,
 nothing else changes. ``PAUSE_S`` lies between two changes, by the clock of the first worker, which comes with its
-pushes. So all of it is a function of what has been pushed, and a journal that is done over makes the same changes.
+pushes; that of another counts from the time on when it is the first. So all of it is a function of what has been
+pushed, and a journal that is done over makes the same changes.
+
+A round waits for nobody who waits in a barrier or a reduction: after a time without rounds workers have taken steps of
+different number. One that starts again amid a round, with its push in it, has its next one in the round that follows.
 """
 
 from __future__ import annotations
@@ -47,19 +51,34 @@ class AutoGate(GbaGate):
         self._changes: list[Changed] = []
         #: by worker, its last steps and how long each took it
         self._own_s: dict[int, list[tuple[int, float]]] = {}
+        #: the time that has passed by the clock of one worker, and then of another; and what that clock last said
         self._now = self._changed_at = -math.inf
+        self._clock_of, self._clock_said = -1, -math.inf
+        #: those that wait for all others in a barrier or a reduction: no round waits for them
+        self._resting: set[int] = set()
 
     def note(self, worker: int, step: int, own_s: float, now: float) -> None:
         if step == self._clock.get(worker, step) + 1 and math.isfinite(own_s) and own_s >= 0:
             self._own_s[worker] = [*self._own_s.get(worker, [])[1 - STEPS :], (step, own_s)]
         if worker == min(self._clock, default=worker) and math.isfinite(now):
-            self._now = now
+            if math.isinf(self._now):
+                self._now = now
+            elif worker == self._clock_of:
+                self._now += max(0.0, now - self._clock_said)
+            self._clock_of, self._clock_said = worker, now
+
+    def rests(self, worker: int) -> list[Effect]:
+        self._resting.add(worker)
+        return self._round_without()
+
+    def goes_on(self, worker: int) -> None:
+        self._resting.discard(worker)
 
     def holds(self, worker: int, step: int) -> int:
         if not (self._waits and self._admits):  # else a Place says what is waited for
-            return 0
-        there = self._pushes.get(self._applied, ())
-        return self._applied + 1 if (worker, step) in ((whose, number) for _, whose, number in there) else 0
+            return super().holds(worker, step)
+        at = self._version_of(worker, step)
+        return 0 if at is None else at + 1
 
     def follow_first(self) -> None:
         super().follow_first()
@@ -71,12 +90,16 @@ class AutoGate(GbaGate):
 
     def leave(self, worker: int) -> list[Effect]:
         self._own_s.pop(worker, None)
-        effects = super().leave(worker)
+        self._resting.discard(worker)
+        return [*super().leave(worker), *self._round_without()]
+
+    def _round_without(self) -> list[Effect]:
+        """Return what comes of it that the round waits for one worker less."""
         pushes = self._pushes.get(self._applied)
         if not pushes or not self._clock or self._applied in self._divisors or not self._admits:
-            return effects
+            return []
         self._admit(pushes)
-        return [*effects, *self._effects()]
+        return self._effects()
 
     def memory(self, clocks: Mapping[int, int], *, anew: bool = False) -> dict[str, Any]:
         own_s = {
@@ -84,13 +107,13 @@ class AutoGate(GbaGate):
             for worker, steps in self._own_s.items()
         }
         changes = [(each.version, each.together, each.gain) for each in self._changes]
-        times = [None if math.isinf(at) else at for at in (self._now, self._changed_at)]
+        times = [None if math.isinf(at) else at for at in (self._now, self._changed_at, self._clock_said)]
         return {
             **super().memory(clocks, anew=anew),
             "waits": self._waits,
             "changes": changes,
             "own_s": own_s,
-            "times": times,
+            "times": [*times, self._clock_of],
         }
 
     def resume(
@@ -102,19 +125,29 @@ class AutoGate(GbaGate):
     ) -> None:
         super().resume(clocks, gone, version, memory)
         if not memory:  # a checkpoint has none, and a job begins with it in rounds, but for what its strategy says
-            self._waits = not sum(at <= version for at in self._wanted) % 2
+            for at in sorted(at for at in self._wanted if at <= version):
+                self._waits = not self._waits
+                self._changes.append(Changed(at, self._waits, None))
             return
         self._waits = memory["waits"]
         self._changes = [Changed(*each) for each in memory["changes"]]
         self._own_s = {int(worker): [(step, s) for step, s in steps] for worker, steps in memory["own_s"].items()}
-        self._now, self._changed_at = (-math.inf if at is None else at for at in memory["times"])
+        *times, self._clock_of = memory["times"]
+        self._now, self._changed_at, self._clock_said = (-math.inf if at is None else at for at in times)
 
     def _admit(self, pushes: set[tuple[int, int, int]]) -> None:
         if not self._waits:
             super()._admit(pushes)
-        elif {worker for _, worker, _ in pushes}.issuperset(self._clock):
+        elif {worker for _, worker, _ in pushes}.issuperset(self._clock.keys() - self._resting):
             self._divisors[self._applied] = len(pushes)
             self._together.add(self._applied)
+
+    def _place_for(self, worker: int, step: int) -> int:
+        """Let one that has started again amid a round, with its push in it, push for the next."""
+        version = self._applied
+        while self._waits and any(who == worker and at != step for _, who, at in self._pushes.get(version, ())):
+            version += 1
+        return version
 
     def _effects(self) -> list[Effect]:
         effects: list[Effect] = []
@@ -125,6 +158,8 @@ class AutoGate(GbaGate):
                 self._changes.append(change)
                 self._changed_at = self._now
                 effects.append(change)
+            if self._admits and (pushes := self._pushes.get(self._applied)) and self._applied not in self._divisors:
+                self._admit(pushes)
         return [*effects, *self._answer(self._applied)]
 
     def _change(self) -> Changed | None:
@@ -149,4 +184,8 @@ class AutoGate(GbaGate):
         return gain([s for _, s in self._own_s[worker]] for worker in self._clock)
 
 
-MODE = Mode("auto", AutoGate, GbaPolicy)
+class AutoPolicy(GbaPolicy):
+    lets_rows_come_ahead = False  # in a round they are those after the last one
+
+
+MODE = Mode("auto", AutoGate, AutoPolicy)

@@ -46,6 +46,12 @@ class ClockGate(ABC):
     def note(self, worker: int, step: int, own_s: float, now: float) -> None:
         del worker, step, own_s, now  # most modes go by no time
 
+    def rests(self, worker: int) -> list[Effect]:
+        return []
+
+    def goes_on(self, worker: int) -> None:
+        return None
+
     def holds(self, worker: int, step: int) -> int:
         return 0
 

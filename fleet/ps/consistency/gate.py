@@ -132,6 +132,14 @@ class Gate(Protocol):
         """Take note, before its push, how long a worker took for a step by itself, and what time it is there."""
         ...
 
+    def rests(self, worker: int) -> list[Effect]:
+        """Note that a worker waits for all others in a barrier or a reduction."""
+        ...
+
+    def goes_on(self, worker: int) -> None:
+        """Note that it does so no more."""
+        ...
+
     def holds(self, worker: int, step: int) -> int:
         """Return the version that a worker waits for after a step, beside what its mode always asks for."""
         ...

@@ -47,6 +47,17 @@ class GbaGate(ClockGate):
     def join(self, worker: int) -> None:
         self._clock[worker] = self._gone.pop(worker, 0)
 
+    def holds(self, worker: int, step: int) -> int:
+        """Let a worker wait where this server lacks the parts of a push that others have: what it read here would be
+        so old that its gradients were dropped."""
+        at = self._version_of(worker, step)
+        return 0 if at is None else max(0, at - max(0, self._staleness - 1))
+
+    def _version_of(self, worker: int, step: int) -> int | None:
+        """Return the version that a push leads on from, if its buffer is not applied yet."""
+        awaited = ((version, pushes) for version, pushes in self._pushes.items() if version >= self._applied)
+        return next((at for at, pushes in awaited if (worker, step) in {each[1:] for each in pushes}), None)
+
     def leave(self, worker: int) -> list[Effect]:
         lost = self._discarded(worker, self._clock.get(worker, 0))
         if lost:
@@ -92,6 +103,7 @@ class GbaGate(ClockGate):
             self._pushes[at] = {(token, worker, step) for token, worker, step in pushes}
             self._divisors |= {at: divisor} if divisor else {}
             self._together |= {at} if together else set()
+        self._gradients = memory.get("gradients", self._gradients)
         self._here = {(worker, step) for worker, step in memory.get("here", ())}
         self._admits = memory.get("admits", False)
 
@@ -101,7 +113,12 @@ class GbaGate(ClockGate):
         if anew:
             kept = [[each for each in buffer.pushes if each[2] <= clocks.get(each[1], each[2])] for buffer in buffers]
             buffers = [each._replace(pushes=tuple(some)) for each, some in zip(buffers, kept, strict=True) if some]
-        return {"buffers": buffers, "here": sorted(here), "admits": self._admits}
+        return {
+            "buffers": buffers,
+            "here": sorted(here),
+            "admits": self._admits,
+            "gradients": self._gradients,
+        }
 
     def follow_first(self) -> None:
         self._admits = False
@@ -109,9 +126,8 @@ class GbaGate(ClockGate):
     def _deliver(self, worker: int, step: int, token: int | None) -> list[Effect]:
         if token is not None:
             self._admits = True
-            pushes = self._pushes.setdefault(self._applied, set())
-            pushes.add((token, worker, step))
-            self._admit(pushes)
+            self._pushes.setdefault(self._place_for(worker, step), set()).add((token, worker, step))
+            self._admit(self._pushes[self._applied])
         elif sum(whose == worker for whose, _ in self._unplaced) > 1:  # one, if it has started again since
             self._clock[worker] = step - 1
             raise ProtocolError(f"worker {worker} pushed before its last pushes had a place", got=f"step {step}")
@@ -119,6 +135,10 @@ class GbaGate(ClockGate):
             self._unplaced.add((worker, step))
         self._here.add((worker, step))
         return []
+
+    def _place_for(self, worker: int, step: int) -> int:
+        """Return the version of the buffer that a push goes into."""
+        return self._applied
 
     def _admit(self, pushes: set[tuple[int, int, int]]) -> None:
         """Close the buffer of these pushes, if it is full."""

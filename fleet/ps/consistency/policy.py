@@ -25,6 +25,8 @@ class Policy:
     lets_reads_go_first = False
     #: A worker may use a row again, as it was read some steps ago, if its script says so.
     lets_rows_age = False
+    #: A worker may ask for the rows of a batch before it has taken the steps that come before it.
+    lets_rows_come_ahead = True
     #: Servers take gradients that come ahead of their push.
     takes_gradients_early = True
     #: The answer to a push tells which rows others have changed.

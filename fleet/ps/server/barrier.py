@@ -39,3 +39,5 @@ class Barrier:
         ready = job.reductions.come(ticket, waiting.worker, gather, arrival.tensors)
         self._steps.hold_back(job, ticket, waiting)
         self._steps.answer(job, ready, waiting.worker, arrival.outbox)
+        if ticket in job.rounds.parked and not gather.beside:
+            self._steps.carry_out(job, job.rounds.gate.rests(waiting.worker), waiting.worker, arrival.outbox)

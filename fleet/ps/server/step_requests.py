@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -19,7 +19,14 @@ import numpy as np
 import torch
 
 from fleet.base.clock import Clock
-from fleet.errors import ConfigurationError, FleetError, JobAbortedError, PlanMismatchError, ProtocolError
+from fleet.errors import (
+    ConfigurationError,
+    FleetError,
+    JobAbortedError,
+    PlanMismatchError,
+    ProtocolError,
+    StateError,
+)
 from fleet.numeric.jit import Array
 from fleet.numeric.tensors import WireTensor
 from fleet.plan.layout import dense_layout
@@ -43,8 +50,9 @@ from fleet.ps.wire.wire_errors import error_reply
 _log = logging.getLogger("fleet.server")
 
 _MOST_TEXT = 1000
-#: So many norms are remembered when they have been applied, for whoever has not heard of them.
-_NORMS_KEPT = 16
+#: So many norms are remembered when they have been applied, for a server that has not heard of them; and so many of the
+#: last ones are told unasked.
+_NORMS_KEPT, _NORMS_TOLD = 1024, 16
 
 
 #: Told of the job, and of what it is about to be updated with.
@@ -144,6 +152,7 @@ class StepRequests:
         buffers = _buffers_of(request.place.buffers)
         effects = job.rounds.gate.place(worker, step, buffers)
         needed = max((buffer.version + 1 for buffer in buffers if buffer.together), default=0)
+        needed = max(needed, job.rounds.gate.holds(worker, step))
         self._park(job, needed, waiting, effects, arrival.outbox)
 
     def place_all(self, job: Job, told: Sequence[Any], worker: int, outbox: Outbox) -> bool:
@@ -166,7 +175,7 @@ class StepRequests:
             f"norm of step {step}",
             self._clock.now(),
             arrival.respond,
-            lambda: self._values_after(job, worker, step, quiet=False),
+            lambda: self._values_after(job, worker, step, quiet=False, awaited=told.awaited),
             told=arrival.told,
         )
         job.check_room(waiting)
@@ -266,6 +275,8 @@ class StepRequests:
             there = [ticket for ticket in there if ticket not in awaiting]
         for waiting in map(parked.take, there):
             self._statistics.released(waiting, by)
+            if waiting.gathering:
+                job.rounds.gate.goes_on(waiting.worker)
             if durability is None:
                 outbox.append((waiting.respond, _answer_of(waiting)))
             elif not durability.replaying:  # else nobody would read it
@@ -332,6 +343,10 @@ class StepRequests:
             if self._is_clipped(job):
                 if settings.server_num == 1 or not rounds.gate.clocks:  # there is nobody to agree with, or to ask
                     due.total = due.squares
+                if due.total is None and len(rounds.due) > _NORMS_KEPT:
+                    raise StateError(
+                        "the norm of a gradient is known to no server any more", where=push_of(due.version)
+                    )
                 if due.total is None:
                     return
                 rounds.norms[due.version] = due.squares, due.total
@@ -444,14 +459,19 @@ class StepRequests:
                 shard.changes.hold(worker, index, ids)
         return found
 
-    def _values_after(self, job: Job, worker: int, step: int, quiet: bool, push: Any = None) -> Frame:
+    def _values_after(
+        self, job: Job, worker: int, step: int, quiet: bool, push: Any = None, awaited: Collection[int] = ()
+    ) -> Frame:
         """Return the answer to a push; in a GEO job also the rows that the worker holds and others have changed, and
         the clocks of all tables; where this server fills buffers for others, what these have to know since ``push``
         read its values."""
         is_due = bool(job.rounds.due)
         values = self._values(job, worker, step, not quiet and not (is_due and push is not None))
         if self._is_clipped(job) and job.plans.current.spec.settings.server_num > 1:
+            last = max(job.rounds.norms, default=0) - _NORMS_TOLD
             for known, (squares, total) in job.rounds.norms.items():
+                if known <= last and known not in awaited:
+                    continue
                 values.message.norms.append(pb.Norm(version=known, squares=squares, told=True, total=total))
             for due in job.rounds.due:
                 values.message.norms.append(pb.Norm(version=due.version, squares=due.squares))

@@ -87,9 +87,20 @@ def prefetch(
             got=f"embedding_staleness={staleness}",
             todo="Give prefetch() device=, or leave embedding_staleness= out.",
         )
+    policy = worker.policy
+    if policy.fills_buffers and depth is not None and depth > policy.staleness and policy.lets_rows_come_ahead:
+        raise ConfigurationError(
+            "rows that are asked for so far ahead are too old when their batch comes: its gradients would be dropped",
+            expected=f"depth= of at most staleness={policy.staleness}",
+            got=f"depth={depth} in the mode {worker.mode!r}",
+            todo="Leave depth= out, or give the strategy a larger staleness=.",
+        )
+    if not policy.lets_rows_come_ahead or (policy.fills_buffers and depth is None and not policy.staleness):
+        depth = 0
     if device is None:
         return _fetched(worker, batches, lookup, depth)
-    depth = depth or min(_FOR_A_DEVICE, staleness or _FOR_A_DEVICE)
+    if depth is None:
+        depth = min(_FOR_A_DEVICE, staleness or _FOR_A_DEVICE)
     if worker.replica is not None:
         raise UnsupportedError(
             "rows cannot be brought to a device ahead in the mode 'geo', whose workers keep them and train them",
@@ -127,7 +138,7 @@ def _fetched(
     queue: deque[tuple[Batch, Mapping[int, Prefetched]]] = deque()
     try:
         while True:
-            depth = chosen.now if chosen is not None else given or 1
+            depth = chosen.now if chosen is not None else 1 if given is None else given
             for batch, wanted in _foreseen(worker, coming, lookup, depth, queue):
                 queue.append((batch, worker.prefetch(wanted, len(queue))))
             if not queue:

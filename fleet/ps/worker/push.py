@@ -13,7 +13,7 @@ every run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -55,10 +55,10 @@ class Clocks:
     dense: Mapping[int, ReadAt] = field(default_factory=dict)
     rows: Mapping[tuple[int, int], ReadAt] = field(default_factory=dict)  #: (server, table)
 
-    def token(self, tables: Iterable[int]) -> int:
-        """Return the oldest version of the values that were read, of these tables and of the dense ones."""
-        used = {*tables}
-        of_rows = (read.version for (_, table), read in self.rows.items() if table in used)
+    def token(self, used: Collection[tuple[int, int]]) -> int:
+        """Return the oldest version of the values that were read, of rows on these servers, of these tables, and of the
+        dense ones. What was read of others is older, and has no part in the gradients."""
+        of_rows = (read.version for where, read in self.rows.items() if where in used)
         return min((*(read.version for read in self.dense.values()), *of_rows))
 
     def of_dense(self, server: int) -> ReadAt:
@@ -402,7 +402,7 @@ class Pusher:
     def _clipped(self, step: int, replies: list[Frame]) -> list[Frame]:
         """Agree with the servers on the norms by which they clip, as far as all know theirs; return the replies that
         have the values."""
-        was_asked = False
+        known_before: Set[int] | None = None
         while True:
             known = [{norm.version: norm for norm in reply.message.norms} for reply in replies]
             awaited = sorted({version for here in known for version, norm in here.items() if not norm.told})
@@ -410,10 +410,10 @@ class Pusher:
                 return replies
             totals = {version: norm_of_all([here.get(version) for here in known]) for version in awaited}
             found = {version: total for version, total in totals.items() if total is not None}
-            if was_asked and not found:  # who lets the last of them know its own finds it
+            if known_before is not None and found.keys() <= known_before:  # who lets the last know its own finds it
                 return replies
-            was_asked = not found
-            clip = pb.Clip(versions=list(found), totals=list(found.values()))
+            known_before = found.keys()
+            clip = pb.Clip(versions=list(found), totals=list(found.values()), awaited=awaited)
             replies = self._connections.ask(f"norm of step {step}", clip=clip, step=step)
 
     def reload_if_replaced(self) -> None:
@@ -530,13 +530,14 @@ class Pusher:
         goes_by_time = self._places or any(table.goes_by_time for table in self._trained.plan.spec.tables)
         now = self._now() if goes_by_time else 0.0
 
-        token = gradients.read.token(rows) if self._places else 0
+        used = {(server, index) for index, parts in by_table.items() for server in _servers_of(parts)}
+        token = gradients.read.token(used) if self._places else 0
 
         def is_placed_later(server: int) -> bool:
             return self._places and server > 0
 
         def push(server: int, connection: Connection) -> Frame:
-            here = {index: parts[server] for index, parts in by_table.items() if len(parts[server][0].array)}
+            here = {index: parts[server] for index, parts in by_table.items() if (server, index) in used}
             present, tensors = dense[server]
             message = pb.Push(
                 options=gradients.options,
@@ -594,6 +595,11 @@ class Pusher:
             return [tensors]
         parts = partition(tensors[0].array, servers)
         return [[WireTensor(tensor.dtype, tensor.array[part]) for tensor in tensors] for part in parts]
+
+
+def _servers_of(parts: Sequence[Sequence[WireTensor]]) -> list[int]:
+    """Return the servers that have any of some rows."""
+    return [server for server, (ids, *_) in enumerate(parts) if len(ids.array)]
 
 
 def norm_of_all(parts: Sequence[pb.Norm | None]) -> float | None:
