@@ -423,8 +423,9 @@ def test_one_that_starts_again_amid_a_round_is_in_it_once(servers: int) -> None:
             super().work(index)
 
         def has_pushed(self, endpoint: str) -> bool:
-            service = self.network.listener(Endpoint.parse(endpoint)).handler.__self__
-            return (1, 2) in found_job(service).rounds.pushed
+            listener = self.network.listener(Endpoint.parse(endpoint))
+            job = None if listener is None else found_job(listener.handler.__self__)
+            return job is not None and (1, 2) in job.rounds.pushed
 
     first_waits, pushed_again = threading.Event(), threading.Event()
     ended = Restarting(body, 2, servers, environ=environ).run()
