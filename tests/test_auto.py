@@ -450,8 +450,8 @@ def test_rows_that_are_asked_for_ahead_are_those_of_synchronous_training(depth: 
 
     auto = StrategyFactory.create_auto_strategy(changes=[], staleness=0)
     expected = run_job(trains_ahead(Strategy()), 2, 2)
-    for (rows, late), (expected_rows, _) in zip(run_job(trains_ahead(auto), 2, 2), expected, strict=True):
-        assert torch.equal(rows, expected_rows)
+    for (found, late), (wanted, _) in zip(run_job(trains_ahead(auto), 2, 2), expected, strict=True):
+        assert torch.equal(found, wanted)
         assert late == {}
 
 
