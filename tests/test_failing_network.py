@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import network_namespaces
 import pytest
 from harness import run_job
 from patience import PROCESSES_S
@@ -187,3 +188,33 @@ def test_a_network_that_loses_delays_repeats_and_damages(machines: Machines, mod
     told = json.loads(ended(switch)[1])
     assert told["frames"] > 1000, told
     assert all(told[what] > 0 for what in ("lost", "duplicate", "corrupt", "overtaken")), told
+
+
+#: One that answers when all of so many bytes are there, and one that sends them and tells how long that took.
+ANSWERS = """
+import socket
+with socket.create_server(("10.213.7.1", 6174)) as listener:
+    print("listens", flush=True)
+    with listener.accept()[0] as line:
+        assert len(line.recv(100_000, socket.MSG_WAITALL)) == 100_000
+        line.sendall(b"!")
+"""
+ASKS = """
+import socket, time
+began = time.monotonic()
+with socket.create_connection(("10.213.7.1", 6174)) as line:
+    line.sendall(bytes(100_000))
+    assert line.recv(1) == b"!"
+print(time.monotonic() - began)
+"""
+
+
+@pytest.mark.netns
+def test_a_cable_is_as_long_and_as_narrow_as_it_is_said_to_be() -> None:
+    """Benchmarks go by it."""
+    with network_namespaces.Machines() as machines:
+        near, far = machines.machine("near"), machines.machine("far")
+        machines.join("lan", {near: "10.213.7.1/24", far: "10.213.7.2/24"}, latency_s=0.02, bits_per_s=4e6)
+        line(near.start(sys.executable, "-c", ANSWERS), "listens")
+        took_s, _ = far.start(sys.executable, "-c", ASKS).communicate(timeout=PROCESSES_S)
+        assert float(took_s) >= 4 * 0.02 + 8 * 100_000 / 4e6, "a round trip to connect, one to send, and the bytes"

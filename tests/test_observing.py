@@ -1080,6 +1080,18 @@ HELD = {"waits_for": {"1": 0.5}, "spends": {"push_seconds": 0.6, "cpu_seconds": 
             views([{"spends": {"push_seconds": 0.6, "sent_bytes": 4e3}}]),
             ["It moves little (0.4 kB a step)", "larger batches need fewer"],
         ),
+        (
+            views([{"spends": {"push_seconds": 0.3, "pull_seconds": 0.3}, "says": {"round_trip_seconds": 0.02}}]),
+            ["A request takes 20 ms there and back, and a step waits for about 3 such ways: fleet.prefetch has rows"],
+        ),
+        (
+            views([{"spends": {"push_seconds": 0.6, "sent_bytes": 4e6}, "says": {"round_trip_seconds": 0.03}}]),
+            ["waits for about 2 such ways: the asynchronous mode with fleet.prefetch waits for no answer"],
+        ),
+        (
+            views([{"spends": {"push_seconds": 0.9, "sent_bytes": 4e6, "cpu_seconds": 0.2}}], busy=(0.1,)),
+            ["400 kB a step): larger batches", "The network carries 32 Mbit/s of it", "wire_dtype='bf16'"],
+        ),
         (views([{"spends": {"cpu_seconds": 0.05}}]), ["100% is spent in the script's own code, with 5% of"]),
         (
             views([{"spends": {"cpu_seconds": 0.4, "delay_seconds": 0.58}}]),

@@ -41,6 +41,11 @@ _LONGER = 1.3
 _STUCK_S = 10.0
 #: An exchange of fewer bytes costs what any exchange costs.
 _FEW_BYTES = 100e3
+#: A server that is further away is not near, as heartbeats of a busy machine have it; and so many round trips or fewer
+#: are what a step waits for.
+_FAR_S, _FEW_TRIPS = 1e-3, 4
+#: With so little to compute on both sides of it, it is the network that takes its time.
+_IDLE = 0.3
 #: What is shorter cannot be told from the length of the steps at the ends of the time.
 _LEAST_S = 1e-4
 #: After so many steps a table should have rows.
@@ -68,6 +73,8 @@ class _Time:
     moved: float
     reduce: float
     copy: float
+    #: how long a request takes on its way there and back; 0 if that is not known
+    trip_s: float = 0.0
 
     @property
     def exchange(self) -> float:
@@ -136,6 +143,7 @@ def _times(before: View, now: View) -> Iterator[tuple[int, _Time]]:
                     known.get("sent_bytes", 0.0) + known.get("received_bytes", 0.0),
                     known.get("reduce_seconds", 0.0),
                     known.get("copy_seconds", 0.0),
+                    worker.figures.get("round_trip_seconds", 0.0),
                 ),
             )
 
@@ -333,8 +341,18 @@ def _exchange(case: _Case) -> Iterator[str]:
         f"into exchanges (push {push:.0%}, pull {pull:.0%}), {usual(lambda spent: sum(spent.waited.values())):.0%} of "
         f"it for other workers; the servers are busy {case.most_busy:.0%}."
     )
+    trip_s, own = usual(lambda spent: spent.trip_s), usual(lambda spent: spent.exchange - sum(spent.waited.values()))
     if not steps:
         yield f"{told} No step came to its end in that time."
+    elif trip_s >= max(_FAR_S, own / steps / _FEW_TRIPS):
+        far = f"{told} A request takes {trip_s * 1e3:.3g} ms there and back, and a step waits for about"
+        trips = max(1, round(own / steps / trip_s))
+        todo = (
+            "fleet.prefetch has rows come while it computes"
+            if pull > push / 2
+            else "the asynchronous mode with fleet.prefetch waits for no answer, and GEO exchanges once in many steps"
+        )
+        yield f"{far} {_count(trips, 'such way')}: {todo} (docs/network.md)."
     elif moved < steps * _FEW_BYTES:
         yield f"{told} It moves little ({a_step}), so what costs is each exchange itself: larger batches need fewer."
     else:
@@ -342,6 +360,11 @@ def _exchange(case: _Case) -> Iterator[str]:
         todo = (
             "fleet.prefetch fetches rows while it computes" if prefetch else "larger batches move less for an example"
         )
+        if case.most_busy < _IDLE and usual(lambda spent: spent.cpu + spent.delay) < 1 - _IDLE - _NOTABLE:
+            todo += (
+                f". The network carries {moved * 8 / 1e6:,.3g} Mbit/s of it, and nobody computes much meanwhile: "
+                "wire_dtype='bf16' sends half as much, and GEO once in many steps (docs/network.md)"
+            )
         yield f"{told} What is left is moving {moved / 1e6:.3g} MB a second ({a_step}): {todo}."
 
 
