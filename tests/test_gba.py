@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -22,7 +23,12 @@ import fleet.nn
 from fleet import Fleet, StrategyFactory
 from fleet.base.cluster import Endpoint
 from fleet.errors import ArgumentTypeError, ConfigurationError, DeadlineError
+from fleet.ps.consistency.gate import ApplyBuffer
+from fleet.ps.consistency.gba import GbaGate
+from fleet.ps.wire import fleet_pb2 as pb
+from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.loopback import LoopbackNetwork
+from fleet.ps.worker.push import Pusher
 from fleet.role_maker import Role, UserDefinedRoleMaker
 from fleet.strategy.parameter_server import Strategy
 
@@ -350,3 +356,31 @@ def test_others_go_on_when_a_worker_dies_between_two_servers(kind: str) -> None:
 def test_arguments_are_checked(options: dict[str, Any], error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         StrategyFactory.create_gba_strategy(**options)
+
+
+def test_other_servers_make_updates_of_as_many_gradients_whoever_moved_the_job() -> None:
+    """A worker that joined later was told another number of workers."""
+    gate = GbaGate(range(2))
+    moved = GbaGate(range(3))
+    moved.resume({0: 0, 1: 0, 2: 0}, {}, 0, json.loads(json.dumps(gate.memory({}, anew=True))))
+    assert moved.push(2, 1, 0) == []
+    assert moved.push(0, 1, 0) == [ApplyBuffer(1, ((0, 1), (2, 1)), (), 2)]
+
+
+def test_nobody_asks_for_a_norm_again_and_again_that_no_server_knows() -> None:
+    """One server forgot it, and waits for nothing; what comes after it at the other one has been told already."""
+    asked: list[pb.Clip] = []
+    replies = [
+        Frame(pb.Reply(norms=[pb.Norm(version=9, squares=1.0, told=True, total=2.0)])),
+        Frame(pb.Reply(norms=[pb.Norm(version=8, squares=1.0), pb.Norm(version=9, squares=1.0)])),
+    ]
+
+    class Asking:
+        def ask(self, what: str, *, clip: pb.Clip, step: int) -> list[Frame]:
+            asked.append(clip)
+            return replies
+
+    pusher = object.__new__(Pusher)
+    pusher._connections = Asking()  # type: ignore[assignment]
+    assert pusher._clipped(7, replies) is replies
+    assert [(list(each.versions), list(each.totals), list(each.awaited)) for each in asked] == [([9], [2.0], [8, 9])]
