@@ -391,8 +391,9 @@ class Fleet:
         """Iterate over ``batches`` while the rows of the next ``depth`` ones are fetched. ``lookup(batch)`` returns the
         ids that each remote embedding will be asked for, as ``{module: ids}``; the forward then finds their rows there.
 
-        Unless ``depth`` is given, it is 1, and 2 with ``device``; in asynchronous and half-asynchronous jobs it grows
-        while batches wait for their rows, as far as that helps.
+        Unless ``depth`` is given, it is 2 with ``device``, and else 1 to begin with: in asynchronous and
+        half-asynchronous jobs without delay compensation it grows while batches wait for their rows, as far as that
+        helps.
 
         With ``device`` the rows are brought there, by copies beside the computation. A synchronous job gets the same
         numbers, to the bit. In asynchronous and half-asynchronous jobs ``embedding_staleness`` lets rows stay on the

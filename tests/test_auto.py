@@ -463,9 +463,20 @@ def test_the_pause_between_changes_is_time_that_has_passed_whoever_tells_it() ->
     assert (ahead._now, ahead._changed_at) == (-math.inf, -math.inf)
     at = clockwork.gate._now
     clockwork.gate.leave(0)
-    for now in (at + 7200.0, at - 7200.0, at - 7100.0):
-        clockwork.gate.note(1, 41, 1.0, now)
+    for step, now in enumerate((at + 7200.0, at - 7200.0, at - 7100.0), 41):
+        clockwork.gate.note(1, step, 1.0, now)
     assert clockwork.gate._now == at + 100.0
+    for step, now in enumerate((at + 7200.0, at - 7200.0, at - 7100.0), 41):
+        clockwork.gate.note(1, step, 1.0, now)
+    assert clockwork.gate._now == at + 100.0, "it comes again when a journal is done over"
+
+
+def test_a_round_waits_for_one_that_has_started_again_in_place_of_one_in_a_barrier() -> None:
+    gate = AutoGate(range(2))
+    assert gate.rests(1) == []
+    assert gate.starts_again(1) == []
+    assert gate.push(0, 1, 0) == []
+    assert gate.push(1, 1, 0) == [ApplyBuffer(1, ((0, 1), (1, 1)), (), 2)]
 
 
 def test_what_a_job_was_told_to_do_before_a_checkpoint_is_among_its_changes() -> None:

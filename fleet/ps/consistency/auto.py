@@ -53,7 +53,7 @@ class AutoGate(GbaGate):
         self._own_s: dict[int, list[tuple[int, float]]] = {}
         #: the time that has passed by the clock of one worker, and then of another; and what that clock last said
         self._now = self._changed_at = -math.inf
-        self._clock_of, self._clock_said = -1, -math.inf
+        self._clock_of, self._clock_step, self._clock_said = -1, 0, -math.inf
         #: those that wait for all others in a barrier or a reduction: no round waits for them
         self._resting: set[int] = set()
 
@@ -61,11 +61,13 @@ class AutoGate(GbaGate):
         if step == self._clock.get(worker, step) + 1 and math.isfinite(own_s) and own_s >= 0:
             self._own_s[worker] = [*self._own_s.get(worker, [])[1 - STEPS :], (step, own_s)]
         if worker == min(self._clock, default=worker) and math.isfinite(now):
+            if worker == self._clock_of and step <= self._clock_step:  # a journal is done over
+                return
             if math.isinf(self._now):
                 self._now = now
             elif worker == self._clock_of:
                 self._now += max(0.0, now - self._clock_said)
-            self._clock_of, self._clock_said = worker, now
+            self._clock_of, self._clock_step, self._clock_said = worker, step, now
 
     def rests(self, worker: int) -> list[Effect]:
         self._resting.add(worker)
@@ -73,6 +75,14 @@ class AutoGate(GbaGate):
 
     def goes_on(self, worker: int) -> None:
         self._resting.discard(worker)
+
+    def join(self, worker: int) -> None:
+        super().join(worker)
+        self._resting.discard(worker)
+
+    def starts_again(self, worker: int) -> list[Effect]:
+        self._resting.discard(worker)
+        return super().starts_again(worker)
 
     def holds(self, worker: int, step: int) -> int:
         if not (self._waits and self._admits):  # else a Place says what is waited for
@@ -107,13 +117,14 @@ class AutoGate(GbaGate):
             for worker, steps in self._own_s.items()
         }
         changes = [(each.version, each.together, each.gain) for each in self._changes]
-        times = [None if math.isinf(at) else at for at in (self._now, self._changed_at, self._clock_said)]
+        times = [None if math.isinf(at) else at for at in (self._now, self._changed_at)]
         return {
             **super().memory(clocks, anew=anew),
             "waits": self._waits,
             "changes": changes,
             "own_s": own_s,
-            "times": [*times, self._clock_of],
+            "times": times,
+            "clock": [self._clock_of, self._clock_step, None if math.isinf(self._clock_said) else self._clock_said],
         }
 
     def resume(
@@ -132,8 +143,9 @@ class AutoGate(GbaGate):
         self._waits = memory["waits"]
         self._changes = [Changed(*each) for each in memory["changes"]]
         self._own_s = {int(worker): [(step, s) for step, s in steps] for worker, steps in memory["own_s"].items()}
-        *times, self._clock_of = memory["times"]
-        self._now, self._changed_at, self._clock_said = (-math.inf if at is None else at for at in times)
+        self._now, self._changed_at = (-math.inf if at is None else at for at in memory["times"])
+        self._clock_of, self._clock_step, said = memory.get("clock", (-1, 0, None))
+        self._clock_said = -math.inf if said is None else said
 
     def _admit(self, pushes: set[tuple[int, int, int]]) -> None:
         if not self._waits:

@@ -52,6 +52,13 @@ class ClockGate(ABC):
     def goes_on(self, worker: int) -> None:
         return None
 
+    def starts_again(self, worker: int) -> list[Effect]:
+        return []
+
+    @property
+    def is_held_up(self) -> bool:
+        return False
+
     def holds(self, worker: int, step: int) -> int:
         return 0
 

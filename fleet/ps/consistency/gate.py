@@ -140,6 +140,15 @@ class Gate(Protocol):
         """Note that it does so no more."""
         ...
 
+    def starts_again(self, worker: int) -> list[Effect]:
+        """Note that another process has a worker's place: what the former one was about to send may never come."""
+        ...
+
+    @property
+    def is_held_up(self) -> bool:
+        """Say whether nobody must wait for the next update here, as it lacks what may never come."""
+        ...
+
     def holds(self, worker: int, step: int) -> int:
         """Return the version that a worker waits for after a step, beside what its mode always asks for."""
         ...

@@ -41,16 +41,33 @@ class GbaGate(ClockGate):
         #: what is here and not applied, and that of it which has no place yet
         self._here: set[tuple[int, int]] = set()
         self._unplaced: set[tuple[int, int]] = set()
+        #: those that another process has the place of, until it pushes
+        self._renewed: set[int] = set()
         #: whether it is this server that says what goes into a buffer
         self._admits = False
 
     def join(self, worker: int) -> None:
         self._clock[worker] = self._gone.pop(worker, 0)
+        self._renewed.add(worker)
+
+    def starts_again(self, worker: int) -> list[Effect]:
+        self._renewed.add(worker)
+        return self._let_go_on()
+
+    @property
+    def is_held_up(self) -> bool:
+        return any(worker in self._renewed for worker, _ in self._missing())
+
+    def _let_go_on(self) -> list[Effect]:
+        """Return the answers to all who wait for an update that may never come."""
+        return (
+            self._answer(max((version for _, version in self._waiting.values()), default=0)) if self.is_held_up else []
+        )
 
     def holds(self, worker: int, step: int) -> int:
         """Let a worker wait where this server lacks the parts of a push that others have: what it read here would be
         so old that its gradients were dropped."""
-        at = self._version_of(worker, step)
+        at = None if self.is_held_up else self._version_of(worker, step)
         return 0 if at is None else max(0, at - max(0, self._staleness - 1))
 
     def _version_of(self, worker: int, step: int) -> int | None:
@@ -82,7 +99,7 @@ class GbaGate(ClockGate):
                     self._together.add(buffer.version)
         self._unplaced -= self._placed
         late = self._discarded(worker, step)  # parts of buffers that had to be applied without them
-        return [*([Discard(late)] if late else []), *self._effects()]
+        return [*([Discard(late)] if late else []), *self._effects(), *self._let_go_on()]
 
     def buffers(self, since: int) -> list[Buffer]:
         return [
@@ -104,6 +121,7 @@ class GbaGate(ClockGate):
             self._divisors |= {at: divisor} if divisor else {}
             self._together |= {at} if together else set()
         self._gradients = memory.get("gradients", self._gradients)
+        self._renewed = {*memory.get("renewed", ())}
         self._here = {(worker, step) for worker, step in memory.get("here", ())}
         self._admits = memory.get("admits", False)
 
@@ -118,12 +136,14 @@ class GbaGate(ClockGate):
             "here": sorted(here),
             "admits": self._admits,
             "gradients": self._gradients,
+            "renewed": sorted(self._renewed),
         }
 
     def follow_first(self) -> None:
         self._admits = False
 
     def _deliver(self, worker: int, step: int, token: int | None) -> list[Effect]:
+        self._renewed.discard(worker)
         if token is not None:
             self._admits = True
             self._pushes.setdefault(self._place_for(worker, step), set()).add((token, worker, step))

@@ -184,6 +184,7 @@ class Handshake:
             text = "%s: worker %d has started again (%s); its earlier process is fenced off"
             _log.warning(text, self._where, worker, label)
             job.drop(worker, arrival.outbox)
+            self._steps.carry_out(job, job.rounds.gate.starts_again(worker), worker, arrival.outbox)
         if before in (Standing.LEFT, Standing.LOST):
             job.rounds.gate.join(worker)
             job.reductions.join(worker)

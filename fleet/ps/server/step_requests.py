@@ -151,8 +151,9 @@ class StepRequests:
         job.check_room(waiting)
         buffers = _buffers_of(request.place.buffers)
         effects = job.rounds.gate.place(worker, step, buffers)
-        needed = max((buffer.version + 1 for buffer in buffers if buffer.together), default=0)
-        needed = max(needed, job.rounds.gate.holds(worker, step))
+        gate = job.rounds.gate
+        together = (buffer.version + 1 for buffer in buffers if buffer.together and not gate.is_held_up)
+        needed = max((*together, gate.holds(worker, step)))
         self._park(job, needed, waiting, effects, arrival.outbox)
 
     def place_all(self, job: Job, told: Sequence[Any], worker: int, outbox: Outbox) -> bool:
@@ -175,7 +176,7 @@ class StepRequests:
             f"norm of step {step}",
             self._clock.now(),
             arrival.respond,
-            lambda: self._values_after(job, worker, step, quiet=False, awaited=told.awaited),
+            lambda: self._values_after(job, worker, step, quiet=False, awaited={*told.awaited}),
             told=arrival.told,
         )
         job.check_room(waiting)
@@ -275,7 +276,7 @@ class StepRequests:
             there = [ticket for ticket in there if ticket not in awaiting]
         for waiting in map(parked.take, there):
             self._statistics.released(waiting, by)
-            if waiting.gathering:
+            if waiting.gathering and not any(each.gathering for each in parked.of(waiting.worker)):
                 job.rounds.gate.goes_on(waiting.worker)
             if durability is None:
                 outbox.append((waiting.respond, _answer_of(waiting)))

@@ -101,6 +101,7 @@ def prefetch(
         return _fetched(worker, batches, lookup, depth)
     if depth is None:
         depth = min(_FOR_A_DEVICE, staleness or _FOR_A_DEVICE)
+        depth = min(depth, policy.staleness) if policy.fills_buffers else depth
     if worker.replica is not None:
         raise UnsupportedError(
             "rows cannot be brought to a device ahead in the mode 'geo', whose workers keep them and train them",
