@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from inside import worker_of
 from test_hybrid import Net
 
 from fleet import Fleet, StrategyFactory
+from fleet.averaging.communicators import done_within
 from fleet.errors import FleetError
 from fleet.ps.server.standstill import Wait, is_standstill
 
@@ -180,3 +182,28 @@ def test_what_is_a_standstill(waits: list[Wait], expected: bool) -> None:
     assert is_standstill(dict(enumerate(waits)), range(2)) is expected
     if expected:
         assert not is_standstill(dict(enumerate(waits)), range(3)), "one who does not wait may go on"
+
+
+class Ended:
+    """A collective that ends just after the time to wait for it is over."""
+
+    def __init__(self, failure: str = "") -> None:
+        self._failure = failure
+        self._has_ended = False
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if timeout is not None:
+            self._has_ended = True
+            raise RuntimeError("Operation timed out!")
+        if self._failure:
+            raise RuntimeError(self._failure)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._has_ended
+
+
+def test_a_collective_that_ends_when_the_time_to_wait_is_over_has_ended() -> None:
+    assert done_within(Ended(), 0.1)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        done_within(Ended("Connection closed by peer"), 0.1)  # type: ignore[arg-type]
