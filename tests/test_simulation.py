@@ -66,6 +66,18 @@ FOUND = {
     ),
     # Steps that were merged and not sent yet were dropped when their worker went over to other servers.
     "merged steps of a job that moves": Scenario(1, Setting("half_async", 3, 1, 12, moves_at=4, moves_to=2)),
+    # A worker told a server, which had lost them with its power, of another one's pushes: that was called wrong.
+    "pushes that others were told of were not kept": Scenario(
+        4015,
+        Setting("auto", 2, 3, 11, durable="interval", journal_bytes=2000),
+        (
+            Fault(97, KILL, "server2", 3.23),
+            Fault(179, LOST),
+            Fault(216, UNANSWERED),
+            Fault(281, POWER, "server2", 4.72),
+            Fault(361, TWICE),
+        ),
+    ),
 }
 
 

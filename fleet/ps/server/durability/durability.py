@@ -214,6 +214,12 @@ class Durability:
             raise self._lost(job, worker, f"step {known}", f"step {kept}", outbox)
         if kind == "push" and job.policy.shares_steps and gate.version < known:  # what others had pushed is not kept
             raise self._lost(job, worker, f"update {known}", f"update {gate.version}", outbox)
+        if kind == "place":  # it tells of others' pushes too, and may be the first to do so
+            clocks = gate.clocks
+            for buffer in request.place.buffers:
+                for whose, step in zip(buffer.workers, buffer.steps, strict=False):
+                    if step > clocks.get(whose, step) + 1:
+                        raise self._lost(job, whose, f"step {step - 1}", f"step {clocks[whose]}", outbox)
         if kind == "gather" and request.gather.number - 1 > job.reductions.reached(worker):
             met, kept = request.gather.number - 1, job.reductions.reached(worker)
             raise self._lost(job, worker, f"gathering {met}", f"gathering {kept}", outbox)
