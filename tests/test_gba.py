@@ -146,17 +146,21 @@ def test_rows_that_were_fetched_ahead_are_as_old_as_they_are() -> None:
     assert torch.equal(row, torch.full((1, 2), -16.0 + sum(late.values())))
 
 
-def test_rows_are_not_asked_for_too_far_ahead() -> None:
+@pytest.mark.parametrize("device", [None, "cpu"])
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_rows_are_not_asked_for_too_far_ahead(staleness: int, device: str | None) -> None:
     """Unless it is said how far, their gradients are not dropped for it."""
 
     def body(made: Fleet, index: int) -> Any:
         table = fleet.nn.Embedding(None, 2, initializer="zeros")
-        strategy = StrategyFactory.create_gba_strategy(staleness=0)
+        strategy = StrategyFactory.create_gba_strategy(staleness=staleness)
         wrapped = made.distributed_optimizer(torch.optim.SGD(table.parameters(), lr=1.0), strategy)
         made.init_worker()
-        with pytest.raises(ConfigurationError, match="depth= of at most staleness=0; got depth=1 in the mode 'gba'"):
-            made.prefetch([], lambda ids: {table: ids}, depth=1)
-        for ids in made.prefetch([torch.tensor([1])] * 4, lambda ids: {table: ids}):
+        with pytest.raises(
+            ConfigurationError, match=f"depth= of at most staleness={staleness}; got depth=2 in the mode"
+        ):
+            made.prefetch([], lambda ids: {table: ids}, depth=2, device=device)
+        for ids in made.prefetch([torch.tensor([1])] * 4, lambda ids: {table: ids}, device=device):
             wrapped.minimize(table(ids).sum())
         return table(torch.tensor([1])).tolist(), made.summary()["late_gradients"]
 

@@ -102,7 +102,7 @@ class Handshake:
         """Refuse a process of the next job, which may have the same id, if it was in this one as ``former``: it is
         early, as others have not left yet."""
         if self._members.knows(former):
-            raise self._is_busy("the process that has left it")
+            raise self._is_busy("one that has left it")
 
     def refuse_successor(self, job: Job | None, request: Any, about: Any) -> None:
         """Refuse a worker of the next job, which may be early: the process that had its place here has left, and others

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias, TypeVar
@@ -87,21 +88,20 @@ def prefetch(
             got=f"embedding_staleness={staleness}",
             todo="Give prefetch() device=, or leave embedding_staleness= out.",
         )
-    policy = worker.policy
-    if policy.fills_buffers and depth is not None and depth > policy.staleness and policy.lets_rows_come_ahead:
+    # Where rows may not be older, they come with the answer to a push, and to ask earlier gains nothing.
+    chooses = depth is None and device is None and worker.policy.lets_rows_age
+    if depth is None:
+        depth = 1 if device is None else min(_FOR_A_DEVICE, staleness or _FOR_A_DEVICE)
+    elif depth > _furthest(worker) and worker.policy.lets_rows_come_ahead:
         raise ConfigurationError(
             "rows that are asked for so far ahead are too old when their batch comes: its gradients would be dropped",
-            expected=f"depth= of at most staleness={policy.staleness}",
+            expected=f"depth= of at most staleness={worker.policy.staleness}",
             got=f"depth={depth} in the mode {worker.mode!r}",
             todo="Leave depth= out, or give the strategy a larger staleness=.",
         )
-    if not policy.lets_rows_come_ahead or (policy.fills_buffers and depth is None and not policy.staleness):
-        depth = 0
+    depth = min(depth, _furthest(worker))
     if device is None:
-        return _fetched(worker, batches, lookup, depth)
-    if depth is None:
-        depth = min(_FOR_A_DEVICE, staleness or _FOR_A_DEVICE)
-        depth = min(depth, policy.staleness) if policy.fills_buffers else depth
+        return _fetched(worker, batches, lookup, depth, Depth() if chooses else None)
     if worker.replica is not None:
         raise UnsupportedError(
             "rows cannot be brought to a device ahead in the mode 'geo', whose workers keep them and train them",
@@ -110,6 +110,14 @@ def prefetch(
     if staleness is not None:
         _check_staleness(worker, depth, staleness)
     return _brought(worker, batches, lookup, depth, device, staleness)
+
+
+def _furthest(worker: WorkerRuntime) -> int:
+    """Return how many batches ahead rows may be asked for at most."""
+    policy = worker.policy
+    if not policy.lets_rows_come_ahead:
+        return 0
+    return policy.staleness if policy.fills_buffers else sys.maxsize
 
 
 def _check_staleness(worker: WorkerRuntime, depth: int, staleness: int) -> None:
@@ -129,17 +137,15 @@ def _check_staleness(worker: WorkerRuntime, depth: int, staleness: int) -> None:
 
 
 def _fetched(
-    worker: WorkerRuntime, batches: Iterable[Batch], lookup: LookedUp[Batch], given: int | None
+    worker: WorkerRuntime, batches: Iterable[Batch], lookup: LookedUp[Batch], depth: int, chosen: Depth | None
 ) -> Iterator[Batch]:
-    """Yield batches whose rows are with this worker."""
+    """Yield batches whose rows are with this worker, asked for ``depth`` batches ahead or as is ``chosen``."""
     coming = iter(batches)
-    # Where rows may not be older, they come with the answer to a push, and to ask earlier gains nothing.
-    chosen = Depth() if given is None and worker.policy.lets_rows_age else None
     waits, began_s = worker.figures.pull, worker.now()
     queue: deque[tuple[Batch, Mapping[int, Prefetched]]] = deque()
     try:
         while True:
-            depth = chosen.now if chosen is not None else 1 if given is None else given
+            depth = depth if chosen is None else chosen.now
             for batch, wanted in _foreseen(worker, coming, lookup, depth, queue):
                 queue.append((batch, worker.prefetch(wanted, len(queue))))
             if not queue:
