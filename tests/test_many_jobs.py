@@ -14,6 +14,7 @@ from faults import Action, Fault, FaultyNetwork
 from harness import PATIENT, Job
 from test_hostile import member_and_other
 from test_processes import Processes, ended, processes  # noqa: F401 - a fixture
+from test_resize import Resized
 
 from fleet import Checkpoints, Fleet
 from fleet.base.clock import SystemClock
@@ -202,6 +203,56 @@ def test_processes_go_on_to_a_next_job(tmp_path: Path, named: bool, kind: str) -
     assert job.run() == [([-1.0], ended)] * 2
     assert network.struck
     assert kind != "resumed" or steps == dict.fromkeys(["WORKER 0", "WORKER 1", "SERVER 0", "SERVER 1"], 1)
+
+
+@pytest.mark.parametrize("then", [[1, 2], [2, 3]], ids=["one server stays", "none stays"])
+def test_processes_go_on_to_a_next_job_after_a_move(then: list[int]) -> None:
+    """Worker 0 moves the job, leaves it, and begins the next one, of the same name and on the servers that this one
+    began on. Worker 1 has not heard of the move."""
+    has_left = threading.Event()
+
+    def begin(made: Fleet, role: Role, index: int) -> None:
+        made.init(UserDefinedRoleMaker(index, role, 2, job.endpoints))
+
+    def train(made: Fleet, between: Callable[[], object]) -> float:
+        weight = torch.nn.Parameter(torch.zeros(1))
+        optimizer = made.distributed_optimizer(torch.optim.SGD([weight], lr=1.0))
+        made.init_worker()
+        optimizer.minimize(weight.sum())
+        if between():
+            optimizer.minimize(weight.sum())
+        return weight.item()
+
+    def body(made: Fleet, index: int) -> tuple[float, float]:
+        def is_left_alone() -> bool:
+            if index == 0:
+                made.resize_servers(job.then)
+                return False
+            assert has_left.wait(20)
+            time.sleep(0.2)  # worker 0 asks for a place in the next job
+            return True
+
+        first = train(made, is_left_alone)
+        made.stop_worker()
+        has_left.set()
+        begin(made, Role.WORKER, index)
+        return first, train(made, lambda: True)
+
+    class InARow(Resized):
+        def serve(self, index: int) -> None:
+            made = self.fleet(Role.SERVER, index)
+            for number in range(2):
+                if number:
+                    begin(made, Role.SERVER, index)
+                made.init_server()
+                made.run_server()
+
+    # A heartbeat tells of a move: there is none.
+    environ = {**PATIENT, "FLEET_JOB_ID": "a launcher's", "FLEET_HEARTBEAT_S": "30"}
+    job = InARow(body, [0, 1], then, environ=environ)
+    job.end(job.start())
+    assert job.errors == {}
+    assert job.results == {0: (-1.0, -2.0), 1: (-2.0, -2.0)}
 
 
 def test_an_early_worker_that_is_told_not_to_wait_says_why() -> None:

@@ -34,6 +34,8 @@ class Member:
     surmised: bool = False
 
 
+#: A job goes over to other servers less often than this. Incarnations are drawn from 63 bits: others are further away.
+_MOST_MOVES = 1 << 20
 #: Of a worker: its index, how it stands, its incarnation and its label.
 MemberRecord = tuple[int, str, int, str]
 
@@ -130,8 +132,10 @@ class Membership:
         return member is not None and member.incarnation == incarnation and member.standing is Standing.LIVE
 
     def knows(self, incarnation: int) -> bool:
-        """Say whether this process was let in at any time, and none has its place since."""
-        return any(each.incarnation == incarnation for each in self._members.values() if each.incarnation)
+        """Say whether this process was let in at any time, and none has its place since. Whoever goes over to other
+        servers has one more there, so it may be known here by a number close by."""
+        known = (each.incarnation for each in self._members.values() if each.incarnation)
+        return any(abs(incarnation - each) < _MOST_MOVES for each in known)
 
     @property
     def one_that_was_here(self) -> int:

@@ -211,6 +211,7 @@ class Service:
                 if self.end.suspended:
                     return None  # unanswered, it is asked again when the server is there again
                 if kind == "hello":
+                    self._handshake.refuse_who_has_left(request.hello.former)  # and has gone over before, perhaps
                     self._moving.refuse_former(self.job, request, kind)
                 if self._moving.takes(kind, self.job, Arrival(frame, respond, outbox)):
                     job = self.job
