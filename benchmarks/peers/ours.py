@@ -88,6 +88,7 @@ def main() -> None:
         stream = fleet.prefetch(stream, lambda batch: asked(model.rows, batch[0]))
     for batch in stream:
         loss = model.loss(*batch)
+        work.compute()
         if "apart" in extras:
             optimizer.zero_grad()
             loss.backward()

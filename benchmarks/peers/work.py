@@ -28,7 +28,9 @@ class Work:
     layers of ``width``; or "both": the same four, with rows of 26 ids in front of them. ``servers`` has their
     addresses; ``meeting`` one for each worker and one more, for systems that need any. ``alike``: all workers have the
     same data, so that a table is as large for many as for one. ``crowd``: so many workers share a process, in programs
-    made for that. ``device`` is where workers compute; batches lie in the host's memory."""
+    made for that. ``device`` is where workers compute; batches lie in the host's memory. ``pause_s``: a step takes so
+    much longer, as on an accelerator that leaves the cores alone, and ``slower`` times that on the last worker, which
+    takes as many steps fewer where nobody waits for it."""
 
     role: str
     index: int
@@ -48,6 +50,21 @@ class Work:
     alike: bool = False
     crowd: int = 1
     device: str = "cpu"
+    pause_s: float = 0.0
+    slower: int = 1
+
+    @property
+    def slowness(self):
+        return self.slower if self.index == self.workers - 1 else 1
+
+    def compute(self):
+        """What a step takes beside what processors do."""
+        if self.pause_s:
+            time.sleep(self.pause_s * self.slowness)
+
+    @property
+    def measured_steps(self):
+        return self.steps if self.mode == "sync" else self.steps // self.slowness
 
     @property
     def rate(self):
@@ -105,7 +122,7 @@ class Meter:
 
     def batches(self, batches):
         """As many as there are steps to take, in turn."""
-        for step in range(self._work.warmup + self._work.steps):
+        for step in range(self._work.warmup + self._work.measured_steps):
             yield batches[step % len(batches)]
 
     def after_step(self, loss):
@@ -124,7 +141,7 @@ class Meter:
             event="done",
             seconds=seconds,
             cpu_s=cpu_s,
-            examples=self._work.steps * self._work.batch,
+            examples=self._work.measured_steps * self._work.batch,
             first_loss=float(np.mean(self._losses[:5])),
             last_loss=float(np.mean(self._losses[-few:])),
         )
