@@ -18,7 +18,7 @@ from test_durable import same, state
 from fleet import Fleet, StrategyFactory
 from fleet.base.cluster import Endpoint
 from fleet.errors import ArgumentTypeError, ConfigurationError, DeadlineError
-from fleet.ps.server.step_requests import clipped
+from fleet.ps.server.step_requests import StepRequests, clipped
 from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.strategy.parameter_server import Strategy
 
@@ -96,6 +96,37 @@ def test_it_ends_where_one_process_ends(name: str, workers: int, servers: int) -
 @pytest.mark.parametrize("servers", [1, 2])
 def test_in_lockstep_gba_clips_as_synchronous_training_does_to_the_bit(servers: int) -> None:
     same(run_job(trains(GBA, "adagrad", lockstep=True), 2, servers), run_job(trains(SYNC, "adagrad"), 2, servers))
+
+
+@pytest.mark.parametrize(("mode", "workers"), [("gba", 1), ("gba", 3), ("auto", 3)])
+def test_the_rest_of_a_buffer_is_clipped_by_the_norm_of_all_servers(
+    mode: str, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers leave at once, and whoever is the last at one server need not be the last at another."""
+    updates: dict[int, list[tuple[float, float, float]]] = {}
+    close = StepRequests._close
+
+    def noted(self: StepRequests, job: Any, due: Any, scale: float) -> None:
+        updates.setdefault(due.version, []).append((due.squares, due.total, scale))
+        close(self, job, due, scale)
+
+    monkeypatch.setattr(StepRequests, "_close", noted)
+    strategy = StrategyFactory.create_gba_strategy(3, max_grad_norm=MOST)
+    if mode == "auto":
+        strategy = StrategyFactory.create_auto_strategy(changes=[1], max_grad_norm=MOST)
+
+    def body(made: Fleet, index: int) -> None:
+        model = Model(sparse=True)
+        wrapped = made.distributed_optimizer(OPTIMIZERS["sgd"](model.parameters()), strategy, model=model)
+        made.init_worker()
+        for step in range(4 if index == 0 else 3):
+            wrapped.minimize(model.loss(step, index))
+
+    run_job(body, workers, 2)
+    assert sorted(updates) == [*range(1, workers + 2)], "the last is of one gradient"
+    for version, ((squares, total, scale), (others, also_total, also_scale)) in updates.items():
+        assert total == also_total == pytest.approx(squares + others), version
+        assert scale == also_scale == clipped(total, MOST)
 
 
 @pytest.mark.parametrize("servers", [1, 2])

@@ -52,6 +52,9 @@ class ClockGate(ABC):
     def goes_on(self, worker: int) -> None:
         return None
 
+    def parts(self, worker: int) -> list[Effect]:
+        return []
+
     def starts_again(self, worker: int) -> list[Effect]:
         return []
 

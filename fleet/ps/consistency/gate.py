@@ -140,6 +140,10 @@ class Gate(Protocol):
         """Note that it does so no more."""
         ...
 
+    def parts(self, worker: int) -> list[Effect]:
+        """Note that a worker pushes no more, and will say goodbye."""
+        ...
+
     def starts_again(self, worker: int) -> list[Effect]:
         """Note that another process has a worker's place: what the former one was about to send may never come."""
         ...

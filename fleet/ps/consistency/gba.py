@@ -3,7 +3,8 @@
 Server half: a push goes into the buffer of the version that there is. When that holds ``gradients`` pushes, it is
 closed: their sum over that number is one update, in the order of token, worker and step. So the batch it stands for is
 that of synchronous training. A push whose token, the oldest version that it was computed on, is more than ``staleness``
-versions behind is dropped, and keeps its place. When no worker is left, what lies in the open buffer is applied.
+versions behind is dropped, and keeps its place. When no worker is left that would push, what lies in the open buffer is
+applied.
 
 Server 0 says which buffer a push goes into. The others keep pushes aside until some worker has told them (``place``),
 and close the same buffers with the same pushes, but for those of a worker that died on its way between two servers.
@@ -43,6 +44,8 @@ class GbaGate(ClockGate):
         self._unplaced: set[tuple[int, int]] = set()
         #: those that another process has the place of, until it pushes
         self._renewed: set[int] = set()
+        #: those that push no more
+        self._parting: set[int] = set()
         #: whether it is this server that says what goes into a buffer
         self._admits = False
 
@@ -50,8 +53,13 @@ class GbaGate(ClockGate):
         self._clock[worker] = self._gone.pop(worker, 0)
         self._renewed.add(worker)
 
+    def parts(self, worker: int) -> list[Effect]:
+        self._parting.add(worker)
+        return self._effects()
+
     def starts_again(self, worker: int) -> list[Effect]:
         self._renewed.add(worker)
+        self._parting.discard(worker)
         return self._let_go_on()
 
     @property
@@ -76,6 +84,7 @@ class GbaGate(ClockGate):
         return next((at for at, pushes in awaited if (worker, step) in {each[1:] for each in pushes}), None)
 
     def leave(self, worker: int) -> list[Effect]:
+        self._parting.discard(worker)
         lost = self._discarded(worker, self._clock.get(worker, 0))
         if lost:
             self._clock[worker] = min(step for _, step in lost) - 1  # should it join again, it takes these again
@@ -121,7 +130,7 @@ class GbaGate(ClockGate):
             self._divisors |= {at: divisor} if divisor else {}
             self._together |= {at} if together else set()
         self._gradients = memory.get("gradients", self._gradients)
-        self._renewed = {*memory.get("renewed", ())}
+        self._renewed, self._parting = {*memory.get("renewed", ())}, {*memory.get("parting", ())}
         self._here = {(worker, step) for worker, step in memory.get("here", ())}
         self._admits = memory.get("admits", False)
 
@@ -137,6 +146,7 @@ class GbaGate(ClockGate):
             "admits": self._admits,
             "gradients": self._gradients,
             "renewed": sorted(self._renewed),
+            "parting": sorted(self._parting),
         }
 
     def follow_first(self) -> None:
@@ -187,7 +197,7 @@ class GbaGate(ClockGate):
     def _is_full(self) -> bool:
         """Say whether the next buffer can be applied: it is closed, and all is here that can still come."""
         pushes = self._pushes.get(self._applied, ())
-        if not self._clock:  # nobody is left who would push
+        if self._parting >= self._clock.keys():  # nobody is left who would push
             return bool(pushes)
         return self._applied in self._divisors and not self._missing()
 

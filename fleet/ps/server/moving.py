@@ -103,7 +103,7 @@ class _Halt:
         kind = request.WhichOneof("kind")
         if kind in ("push", "part"):
             return bool(request.step <= self.delivered.get(request.worker, 0))
-        return bool(kind == "clip")
+        return bool(kind == "clip" and not request.clip.parting)
 
     def let_through(self, delivered: Mapping[int, int]) -> list[tuple[Frame, Respond]]:
         """Return, of what was kept, the pushes that other servers have."""

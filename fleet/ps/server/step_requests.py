@@ -180,6 +180,7 @@ class StepRequests:
             told=arrival.told,
         )
         job.check_room(waiting)
+        effects = rounds.gate.parts(worker) if told.parting else []
         totals = dict(zip(told.versions, told.totals, strict=True))
         for due in rounds.due:
             due.total = totals.get(due.version) if due.total is None else due.total
@@ -188,7 +189,7 @@ class StepRequests:
         except Exception as error:
             self._fail_halfway(job, error, arrival.outbox)
             return
-        self._park(job, job.policy.version_needed(step), waiting, [], arrival.outbox)
+        self._park(job, job.policy.version_needed(step), waiting, effects, arrival.outbox)
         self.answer_held_back(job, worker, arrival.outbox)
 
     def pull(self, job: Job, arrival: Arrival) -> None:
@@ -313,6 +314,7 @@ class StepRequests:
                 else:
                     self._apply(job, effect)
                     self._statistics.updated()
+            self._apply_due(job)  # which the last to leave need not have heard of
         except Exception as error:
             self._fail_halfway(job, error, outbox)
 

@@ -81,14 +81,16 @@ class Claim(_message.Message):
     def __init__(self, name: _Optional[str] = ..., by_anyone: bool = ...) -> None: ...
 
 class Clip(_message.Message):
-    __slots__ = ["awaited", "totals", "versions"]
+    __slots__ = ["awaited", "parting", "totals", "versions"]
     AWAITED_FIELD_NUMBER: _ClassVar[int]
+    PARTING_FIELD_NUMBER: _ClassVar[int]
     TOTALS_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     awaited: _containers.RepeatedScalarFieldContainer[int]
+    parting: bool
     totals: _containers.RepeatedScalarFieldContainer[float]
     versions: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, versions: _Optional[_Iterable[int]] = ..., totals: _Optional[_Iterable[float]] = ..., awaited: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, versions: _Optional[_Iterable[int]] = ..., totals: _Optional[_Iterable[float]] = ..., awaited: _Optional[_Iterable[int]] = ..., parting: bool = ...) -> None: ...
 
 class Cut(_message.Message):
     __slots__ = ["ids", "scores", "tables", "version"]

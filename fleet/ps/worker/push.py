@@ -395,9 +395,10 @@ class Pusher:
         )
         return [first, *others]
 
-    def agree_on_norms(self) -> None:
-        """Find the norms with the servers for which updates wait, where a worker that is silent has not."""
-        self._clipped(self._progress.completed, self._connections.ask("norms", clip=pb.Clip()))
+    def agree_on_norms(self, *, parting: bool = False) -> None:
+        """Find the norms with the servers for which updates wait, where a worker that is silent has not. A worker that
+        pushes no more says so: what waits for others may be due then."""
+        self._clipped(self._progress.completed, self._connections.ask("norms", clip=pb.Clip(parting=parting)))
 
     def _clipped(self, step: int, replies: list[Frame]) -> list[Frame]:
         """Agree with the servers on the norms by which they clip, as far as all know theirs; return the replies that

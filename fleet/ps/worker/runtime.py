@@ -733,6 +733,8 @@ class WorkerRuntime:
                 self._flush_or_abort()
                 if self._dense is not None:
                     self._dense.leave()
+                if self.policy.fills_buffers and self._strategy.max_grad_norm and len(self.connections.by_server) > 1:
+                    self.following(lambda: self._pusher.agree_on_norms(parting=True))
                 self.following(lambda: self.connections.ask("goodbye", bye=pb.Bye()))
                 self.has_left = True
         except FleetError:
