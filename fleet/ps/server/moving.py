@@ -565,7 +565,8 @@ class Moving:
 
     def _tell(self, job: Job | None, arrival: Arrival) -> None:
         """Say where the job is, and whether it is about to move."""
-        moves = Moves() if job is None else job.moves
+        is_of_another = self._members.knows(arrival.request.where.former)
+        moves = Moves() if job is None or is_of_another else job.moves
         about = {
             "servers": moves.servers if moves.made else (),
             "past": moves.past,

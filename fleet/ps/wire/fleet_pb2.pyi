@@ -690,5 +690,7 @@ class Upload(_message.Message):
     def __init__(self, blocks: _Optional[_Iterable[int]] = ..., rows: bool = ..., table: _Optional[int] = ..., anew: bool = ..., edit: bool = ...) -> None: ...
 
 class Where(_message.Message):
-    __slots__ = []
-    def __init__(self) -> None: ...
+    __slots__ = ["former"]
+    FORMER_FIELD_NUMBER: _ClassVar[int]
+    former: int
+    def __init__(self, former: _Optional[int] = ...) -> None: ...

@@ -173,9 +173,10 @@ class WayAhead:
             hop.connections.close()
 
 
-def refuse_if_moved(connections: Connections) -> None:
-    """Raise if one of these servers knows that the job is elsewhere; others may be gone."""
-    if _of(connections, _ask(connections)) is not None:
+def refuse_if_moved(connections: Connections, former: int = 0) -> None:
+    """Raise if one of these servers knows that the job is elsewhere; others may be gone, or still be in the job before
+    this one, in which this process was as ``former``."""
+    if _of(connections, _ask(connections, former)) is not None:
         where = ", ".join(str(each.endpoint) for each in connections.by_server)
         raise ServersMovedError("the job has moved to other servers", where=where)
 
@@ -216,8 +217,9 @@ def tell_those_between(move: Move, known: int, connect: Callable[[Sequence[Endpo
             connection.close()
 
 
-def _ask(connections: Connections) -> dict[int, dict[str, Any]]:
-    replies = inquire_all([(each, Frame(each.request(0, where=pb.Where()))) for each in connections.by_server])
+def _ask(connections: Connections, former: int = 0) -> dict[int, dict[str, Any]]:
+    where = pb.Where(former=former)
+    replies = inquire_all([(each, Frame(each.request(0, where=where))) for each in connections.by_server])
     return {server: json.loads(reply.message.about) for server, reply in enumerate(replies) if reply is not None}
 
 

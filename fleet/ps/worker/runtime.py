@@ -246,7 +246,7 @@ class WorkerRuntime:
             self._settings.job_id,
             self._former,
             wait=self._strategy.wait_port,
-            watch=lambda: refuse_if_moved(connections),
+            watch=lambda: refuse_if_moved(connections, self._former),
         )
 
     def _begin_from(self, replies: Sequence[Frame]) -> None:
