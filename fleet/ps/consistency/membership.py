@@ -134,8 +134,8 @@ class Membership:
     def knows(self, incarnation: int) -> bool:
         """Say whether this process was let in at any time, and none has its place since. Whoever goes over to other
         servers has one more there, so it may be known here by a number close by."""
-        known = (each.incarnation for each in self._members.values() if each.incarnation)
-        return any(abs(incarnation - each) < _MOST_MOVES for each in known)
+        known = [each.incarnation for each in self._members.values() if each.incarnation]
+        return bool(incarnation) and any(abs(incarnation - each) < _MOST_MOVES for each in known)
 
     @property
     def one_that_was_here(self) -> int:
