@@ -13,7 +13,7 @@ import pytest
 import torch
 from faults import Action, Fault, FaultyNetwork
 from harness import PATIENT, SOON, Job, assert_close, run_job, values
-from inside import move_given
+from inside import leave, move_given, refresh
 from test_parity_dense import OPTIMIZERS, loss_of, make_model, reference
 
 import fleet.nn
@@ -25,6 +25,7 @@ from fleet.ps.table.changes import Changes
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.ps.wire.transport import Channel, Handler, Listener, Respond
+from fleet.role_maker import Role, UserDefinedRoleMaker
 from fleet.transpiler import DistributeTranspilerConfig
 
 STEPS = 7
@@ -351,6 +352,49 @@ def test_a_push_that_is_repeated_is_added_once_and_tells_the_same_rows(action: A
         formula.agree(worker)
     assert run_job(body, 2, 1, network=network)[1] == (formula.mine[1][0], formula.mine[1][0])
     assert [kind for _, kind, _ in network.struck] == ["push"]
+
+
+@pytest.mark.parametrize("server", [0, 1])
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_worker_killed_between_two_servers_takes_its_steps_once(server: int, every: int) -> None:
+    """The process after it takes them again. One server has them and counts no others, and so does the worker."""
+    environ = {**PATIENT, "FLEET_JOB_ID": "one"}
+    steps = 6
+
+    def trains(made: Fleet) -> Any:
+        model = torch.nn.ModuleDict(
+            {"line": torch.nn.Linear(100, 100), "rows": fleet.nn.Embedding(9, 2, initializer="zeros")}
+        )
+        with torch.no_grad():
+            for parameter in model["line"].parameters():
+                parameter.zero_()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        wrapped = made.distributed_optimizer(optimizer, geo(every), model=model)
+        made.init_worker()
+        for _ in range(steps - made.resume_step()):
+            of_rows = model["rows"](torch.arange(9)).sum()
+            wrapped.minimize(sum(each.sum() for each in model["line"].parameters()) + of_rows)
+        return model
+
+    def body(made: Fleet, index: int) -> Any:
+        lost = Fault(
+            Action.DROP_REQUEST, endpoint=Endpoint.parse(job.endpoints[server]), kind="push", step=2, times=None
+        )
+        first = Fleet(environ={**environ, "FLAGS_rpc_retry_times": "0"}, network=FaultyNetwork(job.network, lost))
+        first.init(UserDefinedRoleMaker(0, Role.WORKER, 1, job.endpoints))
+        with pytest.raises(DeadlineError, match="push of step 2"):
+            trains(first)
+        leave(first)
+        model = trains(made)
+        here = [*values(model["line"]), model["rows"](torch.arange(9)).detach()]
+        refresh(made)
+        return here, [*values(model["line"]), model.state_dict()["rows.weight"]]
+
+    job = Job(body, 1, 2, environ=environ)
+    ((here, there),) = job.run()
+    for value, agreed in zip(here, there, strict=True):
+        assert torch.equal(value, torch.full_like(value, -float(steps)))
+        assert torch.equal(value, agreed)
 
 
 def test_changed_rows_are_told_until_the_next_push() -> None:

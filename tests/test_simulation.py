@@ -34,6 +34,14 @@ def wrong_with(scenario: Scenario, folder: Path) -> str:
 
 
 FOUND = {
+    # A GEO worker was killed when one of two servers had its push. The next process sent another one for that: a server
+    # that had the first took no notice, and the worker believed that it had.
+    "a worker that was killed between two servers": Scenario(
+        4292,
+        Setting("geo", 3, 2, 23, durable="always", journal_bytes=10000, sync_s=0.01, follower=True),
+        (Fault(308, LOST), Fault(333, KILL, "worker1", 0.1)),
+        preemption=0.01,
+    ),
     # The folder of a server's state was there, and its name was not on the disk: power that failed took all with it.
     "a folder that is not on the disk": Scenario(
         2, Setting("ssp", 1, 1, 4, durable="always"), (Fault(20, POWER, "server0", 0.5),)

@@ -23,7 +23,7 @@ from fleet.checkpoint.assembly import Assembly
 from fleet.checkpoint.entries import Entry, set_state, state_entries
 from fleet.kernels import RULES
 from fleet.numeric.bits import changed
-from fleet.numeric.ids import unique
+from fleet.numeric.ids import partition, unique
 from fleet.numeric.jit import Array, Ids
 from fleet.plan.layout import DenseLayout
 from fleet.plan.specs import TableSpec
@@ -93,6 +93,15 @@ class TableReplica:
         """Note that the servers have added this change."""
         self._agreed.add(ids, change)
         self._touched.clear()
+
+    def undo(self, servers: Sequence[int], server_num: int) -> None:
+        """Go back to what was agreed on with these servers."""
+        if self._touched:
+            ids, _ = unique(np.concatenate(self._touched))
+            parts = partition(ids, server_num)
+            undone = ids[np.concatenate([parts[server] for server in servers])]
+            self._mine.load(undone, {WEIGHT: self._agreed.read(undone, True)})
+            self._touched = [ids[part] for server, part in enumerate(parts) if server not in servers]
 
     def take(self, ids: Ids, values: Array) -> None:
         """Take over rows that others have changed, as they are now. Rows that are not held after all (fetched ahead and
@@ -187,6 +196,16 @@ class Replica:
             self._tables[index].agree(ids, rows)
         for index, ids, rows in others:
             self._tables[index].take(ids, rows)
+
+    def undo(self, servers: Sequence[int]) -> None:
+        """Go back to what was agreed on with these servers."""
+        now = self._values()
+        for server in servers:
+            now[server] = self._agreed[server]
+        self._writer.write(now)
+        self._written = now
+        for table in self._tables:
+            table.undo(servers, len(self._layouts))
 
     def _values(self) -> list[Flat]:
         flat = [param.detach().reshape(-1).to("cpu") for param in self._described.params]
@@ -291,6 +310,8 @@ class GeoTraining:
     def _agree(self, replica: Replica) -> None:
         """Send the servers what this worker has changed, and take in what the others have."""
         self._trained.description.check_types()
+        if repeats_at := self._pusher.repeats_at:  # they have the same steps of a process that was killed
+            replica.undo(repeats_at)
         frames, as_sent = self._pusher.encode_change(replica.change(), self._clocks, self._unsent, self._state)
         self._pusher.deliver(self._push(replica, frames, as_sent))
 

@@ -49,6 +49,8 @@ class Progress:
         self.loads: list[int] = []
         #: whether a server says that they have been since
         self.replaced = False
+        #: how many each server had when this process came to it
+        self._delivered: list[int] = []
         #: the step at which this process, or the values it has, went on
         self.went_on_at = 0
         #: the name of a checkpoint that wants this worker's state; empty if none does
@@ -64,7 +66,7 @@ class Progress:
         them."""
         delivered = [reply.delivered for reply in hellos]
         furthest = max if max(delivered) - min(delivered) > 1 else min
-        self.completed = furthest(delivered)
+        self.completed, self._delivered = furthest(delivered), delivered
         self.steps = self.taken = self.went_on_at = furthest(reply.steps for reply in hellos)
         self.gathered = hellos[0].gathered
         self.loads = [reply.loads for reply in hellos]
@@ -76,6 +78,12 @@ class Progress:
     def move(self, hellos: Sequence[Any]) -> None:
         """Go on with other servers, which have what the former ones had."""
         self.loads, self.replaced = [reply.loads for reply in hellos], self.replaced
+        self._delivered = [reply.delivered for reply in hellos]
+
+    @property
+    def repeats_at(self) -> list[int]:
+        """Return the servers that have had the next push from an earlier process, and count that."""
+        return [server for server, step in enumerate(self._delivered) if step > self.completed]
 
     def go_back(self, resumed: Resumed) -> None:
         """Take a step once more whose round was not over when this worker resumed, as all others begin with it. The

@@ -423,6 +423,11 @@ class Pusher:
             self._reload()
 
     @property
+    def repeats_at(self) -> list[int]:
+        """Return the servers where the next push counts for nothing, as they have one of an earlier process."""
+        return self._progress.repeats_at
+
+    @property
     def is_in_doubt(self) -> bool:
         """Say whether a push was interrupted: some servers may have it."""
         return self._in_doubt is not None
