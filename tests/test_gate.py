@@ -818,6 +818,7 @@ class Line:
     first: int = 0
     second: int = 0
     told: int = 0
+    #: to whom it has said that it pushes no more
     parting: tuple[bool, bool] = (False, False)
     gone: tuple[bool, bool] = (False, False)
 
@@ -847,7 +848,7 @@ class Pair:
         if not under_way and any(buffer.divisor for buffer in gates[1].buffers(gates[1].version)):
             raise Violation(f"a buffer is closed, nothing of it is on its way, and it is not applied: {lines}")
         for worker, line in enumerate(lines):
-            for event in ("first", "second", "tell", "part 0", "part 1", "bye", "found 0", "found 1", "die"):
+            for event in ("first", "second", "tell", "part", "part 1", "bye", "found 0", "found 1", "die"):
                 after = self.after(event, worker, line, copied(gates), deaths, answers[worker])
                 if after is None:
                     continue
@@ -878,10 +879,12 @@ class Pair:
         elif event == "tell" and alive and line.first == line.second == step:
             effects[1] = gates[1].place(worker, step, answer)
             became, answer = replace(line, told=step), ()
-        elif event.startswith("part") and alive and line.told == STEPS - 1 and not line.parting[int(event[-1])]:
-            at = int(event[-1])
-            effects[at] = gates[at].parts(worker)
-            became = replace(line, parting=(True, line.parting[1]) if at == 0 else (line.parting[0], True))
+        elif event == "part" and alive and line.told == STEPS - 1 and not line.parting[0]:
+            effects[0] = gates[0].parts(worker)
+            became, answer = replace(line, parting=(True, False)), tuple(gates[0].buffers(0))
+        elif event == "part 1" and alive and line.parting == (True, False):
+            effects[1] = gates[1].place(worker, STEPS - 1, answer)
+            became, answer = replace(line, parting=(True, True)), ()
         elif event == "bye" and alive and line.parting == (True, True):
             effects = [gate.leave(worker) for gate in gates]
             became = replace(line, gone=(True, True))

@@ -355,13 +355,13 @@ def test_a_push_that_is_repeated_is_added_once_and_tells_the_same_rows(action: A
 
 
 @pytest.mark.parametrize("server", [0, 1])
-@pytest.mark.parametrize("every", [1, 2])
-def test_a_worker_killed_between_two_servers_takes_its_steps_once(server: int, every: int) -> None:
+@pytest.mark.parametrize(("every", "short"), [(1, None), (2, None), (3, 3)])
+def test_a_worker_killed_between_two_servers_takes_its_steps_once(server: int, every: int, short: int | None) -> None:
     """The process after it takes them again. One server has them and counts no others, and so does the worker."""
     environ = {**PATIENT, "FLEET_JOB_ID": "one"}
-    steps = 6
+    steps = 6 if short is None else 7
 
-    def trains(made: Fleet) -> Any:
+    def trains(made: Fleet, short: int | None = None) -> Any:
         model = torch.nn.ModuleDict(
             {"line": torch.nn.Linear(100, 100), "rows": fleet.nn.Embedding(9, 2, initializer="zeros")}
         )
@@ -371,9 +371,11 @@ def test_a_worker_killed_between_two_servers_takes_its_steps_once(server: int, e
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         wrapped = made.distributed_optimizer(optimizer, geo(every), model=model)
         made.init_worker()
-        for _ in range(steps - made.resume_step()):
+        for step in range(made.resume_step(), steps):
             of_rows = model["rows"](torch.arange(9)).sum()
             wrapped.minimize(sum(each.sum() for each in model["line"].parameters()) + of_rows)
+            if step == short:
+                made.barrier_worker()  # sends what there is
         return model
 
     def body(made: Fleet, index: int) -> Any:
@@ -383,7 +385,7 @@ def test_a_worker_killed_between_two_servers_takes_its_steps_once(server: int, e
         first = Fleet(environ={**environ, "FLAGS_rpc_retry_times": "0"}, network=FaultyNetwork(job.network, lost))
         first.init(UserDefinedRoleMaker(0, Role.WORKER, 1, job.endpoints))
         with pytest.raises(DeadlineError, match="push of step 2"):
-            trains(first)
+            trains(first, short)
         leave(first)
         model = trains(made)
         here = [*values(model["line"]), model["rows"](torch.arange(9)).detach()]

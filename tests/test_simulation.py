@@ -201,9 +201,9 @@ ON_PURPOSE = {
         (Fault(67, KILL, "server0", 0.1),),
     ),
     "a snapshot has rows as they became while it was written": Scenario(
-        5,
+        2,
         Setting(mode="async", workers=2, servers=1, steps=4, durable="os", journal_bytes=2000, sync_s=0.01),
-        (Fault(9, KILL, "server0", 0.1), Fault(102, KILL, "server0", 0.1)),
+        (Fault(9, KILL, "server0", 0.1), Fault(113, KILL, "server0", 0.1)),
         preemption=0.1,
     ),
     "a snapshot forgets how many steps the optimizer of a table has taken": Scenario(

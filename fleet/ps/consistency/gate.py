@@ -141,7 +141,7 @@ class Gate(Protocol):
         ...
 
     def parts(self, worker: int) -> list[Effect]:
-        """Note that a worker pushes no more, and will say goodbye."""
+        """Note, on the server that says what goes into buffers, that a worker pushes no more, and will say goodbye."""
         ...
 
     def starts_again(self, worker: int) -> list[Effect]:

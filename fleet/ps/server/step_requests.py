@@ -108,7 +108,9 @@ class StepRequests:
             push_of(step),
             self._clock.now(),
             arrival.respond,
-            lambda: self._values_after(job, worker, step, quiet, request.push),
+            lambda: self._values_after(
+                job, worker, step, quiet, is_push=True, since=None if request.push.unplaced else request.push.token
+            ),
             told=arrival.told,
             handing_out=handing_out,
         )
@@ -176,7 +178,9 @@ class StepRequests:
             f"norm of step {step}",
             self._clock.now(),
             arrival.respond,
-            lambda: self._values_after(job, worker, step, quiet=False, awaited={*told.awaited}),
+            lambda: self._values_after(
+                job, worker, step, quiet=told.parting, awaited={*told.awaited}, since=0 if told.parting else None
+            ),
             told=arrival.told,
         )
         job.check_room(waiting)
@@ -463,13 +467,21 @@ class StepRequests:
         return found
 
     def _values_after(
-        self, job: Job, worker: int, step: int, quiet: bool, push: Any = None, awaited: Collection[int] = ()
+        self,
+        job: Job,
+        worker: int,
+        step: int,
+        quiet: bool,
+        *,
+        is_push: bool = False,
+        awaited: Collection[int] = (),
+        since: int | None = None,
     ) -> Frame:
         """Return the answer to a push; in a GEO job also the rows that the worker holds and others have changed, and
-        the clocks of all tables; where this server fills buffers for others, what these have to know since ``push``
-        read its values."""
+        the clocks of all tables; where this server fills buffers for others, what these have to know ``since`` the
+        version of the values that the push read."""
         is_due = bool(job.rounds.due)
-        values = self._values(job, worker, step, not quiet and not (is_due and push is not None))
+        values = self._values(job, worker, step, not quiet and not (is_due and is_push))
         if self._is_clipped(job) and job.plans.current.spec.settings.server_num > 1:
             last = max(job.rounds.norms, default=0) - _NORMS_TOLD
             for known, (squares, total) in job.rounds.norms.items():
@@ -483,9 +495,8 @@ class StepRequests:
         values.message.others_give = job.states.others_give(worker)
         shard = job.held()
         values.message.cuts.extend(job.cuts)
-        is_first_of_many = job.plans.current.spec.settings.server_num > 1 and push is not None and not push.unplaced
-        if is_first_of_many and job.policy.fills_buffers:
-            for version, divisor, pushes, together in job.rounds.gate.buffers(push.token):
+        if since is not None and job.plans.current.spec.settings.server_num > 1 and job.policy.fills_buffers:
+            for version, divisor, pushes, together in job.rounds.gate.buffers(since):
                 tokens, workers, steps = zip(*pushes, strict=True)
                 each = pb.Buffer(
                     version=version, divisor=divisor, tokens=tokens, workers=workers, steps=steps, together=together

@@ -288,7 +288,7 @@ class GeoTraining:
         state = self._gradients.end_step()
         self._unsent += 1
         self._state = self._state if state is None else state
-        if self._unsent >= self._steps_per_push:
+        if self._unsent >= (self._pusher.repeated_steps or self._steps_per_push):
             self._agree(self.replica)
 
     def flush(self, *, edits: bool) -> None:

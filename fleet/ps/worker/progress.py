@@ -51,6 +51,8 @@ class Progress:
         self.replaced = False
         #: how many each server had when this process came to it
         self._delivered: list[int] = []
+        #: how many steps are in the push that only some of them have
+        self._repeated_steps = 0
         #: the step at which this process, or the values it has, went on
         self.went_on_at = 0
         #: the name of a checkpoint that wants this worker's state; empty if none does
@@ -67,7 +69,9 @@ class Progress:
         delivered = [reply.delivered for reply in hellos]
         furthest = max if max(delivered) - min(delivered) > 1 else min
         self.completed, self._delivered = furthest(delivered), delivered
-        self.steps = self.taken = self.went_on_at = furthest(reply.steps for reply in hellos)
+        steps = [reply.steps for reply in hellos]
+        self.steps = self.taken = self.went_on_at = furthest(steps)
+        self._repeated_steps = max(steps) - self.steps
         self.gathered = hellos[0].gathered
         self.loads = [reply.loads for reply in hellos]
 
@@ -84,6 +88,11 @@ class Progress:
     def repeats_at(self) -> list[int]:
         """Return the servers that have had the next push from an earlier process, and count that."""
         return [server for server, step in enumerate(self._delivered) if step > self.completed]
+
+    @property
+    def repeated_steps(self) -> int:
+        """Return how many steps the next push has, if a server has had it."""
+        return self._repeated_steps if self.repeats_at else 0
 
     def go_back(self, resumed: Resumed) -> None:
         """Take a step once more whose round was not over when this worker resumed, as all others begin with it. The

@@ -395,10 +395,16 @@ class Pusher:
         )
         return [first, *others]
 
-    def agree_on_norms(self, *, parting: bool = False) -> None:
-        """Find the norms with the servers for which updates wait, where a worker that is silent has not. A worker that
-        pushes no more says so: what waits for others may be due then."""
-        self._clipped(self._progress.completed, self._connections.ask("norms", clip=pb.Clip(parting=parting)))
+    def agree_on_norms(self) -> None:
+        """Find the norms with the servers for which updates wait, where a worker that is silent has not."""
+        self._clipped(self._progress.completed, self._connections.ask("norms", clip=pb.Clip()))
+
+    def part(self) -> None:
+        """Say that no push comes any more: what waits for others may be due then. The first server says whether it is,
+        as always, and hears of it alone."""
+        step, first = self._progress.completed, self._connections.by_server[0]
+        reply = first.call(Frame(first.request(step, clip=pb.Clip(parting=True))), "the last push")
+        self._clipped(step, self._placed(step, reply))
 
     def _clipped(self, step: int, replies: list[Frame]) -> list[Frame]:
         """Agree with the servers on the norms by which they clip, as far as all know theirs; return the replies that
@@ -426,6 +432,11 @@ class Pusher:
     def repeats_at(self) -> list[int]:
         """Return the servers where the next push counts for nothing, as they have one of an earlier process."""
         return self._progress.repeats_at
+
+    @property
+    def repeated_steps(self) -> int:
+        """Return how many steps that one had, if there is any."""
+        return self._progress.repeated_steps
 
     @property
     def is_in_doubt(self) -> bool:
