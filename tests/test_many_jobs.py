@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -155,6 +156,22 @@ def test_an_early_worker_of_the_next_job_waits_for_the_end_of_this_one() -> None
     assert following.results == {0: 9.0, 1: 9.0}
 
 
+class TwoJobs(Resized):
+    """Its servers serve another job after this one, to which ``begin`` leads."""
+
+    def __init__(self, begin: Callable[[Fleet, Role, int], None], *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._begin = begin
+
+    def serve(self, index: int) -> None:
+        made = self.fleet(Role.SERVER, index)
+        for job in range(2):
+            if job:
+                self._begin(made, Role.SERVER, index)
+            made.init_server()
+            made.run_server()
+
+
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("kind", ["as before", "with another model", "resumed"])
 def test_processes_go_on_to_a_next_job(tmp_path: Path, named: bool, kind: str) -> None:
@@ -189,16 +206,7 @@ def test_processes_go_on_to_a_next_job(tmp_path: Path, named: bool, kind: str) -
         begin(made, Role.WORKER, index)
         return first, train(made, 2 if kind == "with another model" else 1)
 
-    class InARow(Job):
-        def serve(self, index: int) -> None:
-            made = self.fleet(Role.SERVER, index)
-            for job in range(2):
-                if job:
-                    begin(made, Role.SERVER, index)
-                made.init_server()
-                made.run_server()
-
-    job = InARow(body, 2, 2, network=network, environ=environ)
+    job = TwoJobs(begin, body, [0, 1], [0, 1], network=network, environ=environ)
     ended = {"as before": [-1.0], "with another model": [-1.0, -1.0], "resumed": [-2.0]}[kind]
     assert job.run() == [([-1.0], ended)] * 2
     assert network.struck
@@ -238,18 +246,9 @@ def test_processes_go_on_to_a_next_job_after_a_move(then: list[int]) -> None:
         begin(made, Role.WORKER, index)
         return first, train(made, lambda: True)
 
-    class InARow(Resized):
-        def serve(self, index: int) -> None:
-            made = self.fleet(Role.SERVER, index)
-            for number in range(2):
-                if number:
-                    begin(made, Role.SERVER, index)
-                made.init_server()
-                made.run_server()
-
     # A heartbeat tells of a move: there is none.
     environ = {**PATIENT, "FLEET_JOB_ID": "a launcher's", "FLEET_HEARTBEAT_S": "30"}
-    job = InARow(body, [0, 1], then, environ=environ)
+    job = TwoJobs(begin, body, [0, 1], then, environ=environ)
     job.end(job.start())
     assert job.errors == {}
     assert job.results == {0: (-1.0, -2.0), 1: (-2.0, -2.0)}

@@ -107,7 +107,6 @@ class Handshake:
     def refuse_successor(self, job: Job | None, request: Any, about: Any) -> None:
         """Refuse a worker of the next job, which may be early: the process that had its place here has left, and others
         have not. ``about`` is what it says of itself."""
-        self.refuse_who_has_left(about.former)
         durability, worker, incarnation = self._durability, request.worker, request.incarnation
         before = self._members.succeeds(worker, incarnation)
         is_new = self._members.is_stranger(worker)

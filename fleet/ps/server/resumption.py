@@ -150,11 +150,10 @@ class Resumption:
                 else None,
                 todo="Leave the model_dir out.",
             )
+        self._handshake.refuse_who_has_left(look.former)
         if not look.by_server:
             self._handshake.refuse_successor(job, request, look)
-            return
-        self._handshake.refuse_who_has_left(look.former)
-        if self._end.over:
+        elif self._end.over:
             raise ServerBusyError("this server has not finished an earlier job yet", where=self._where)
 
     def _held(self, request: Any) -> Held | None:

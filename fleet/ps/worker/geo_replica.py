@@ -32,7 +32,7 @@ from fleet.ps.table.table import WEIGHT, Table
 from fleet.ps.wire.frame import Frame
 from fleet.ps.worker.describe import Description
 from fleet.ps.worker.lookups import RowReader
-from fleet.ps.worker.progress import ReadAt
+from fleet.ps.worker.progress import Progress, ReadAt
 from fleet.ps.worker.push import Change, Clocks, Push, Pusher, Rows, pack
 from fleet.ps.worker.step import UserGradients
 from fleet.ps.worker.trained_model import DenseValues, Flat, ParameterWriter, TrainedModel, laid_out
@@ -244,6 +244,7 @@ class GeoTraining:
         workers: int,
         gradients: UserGradients,
         pusher: Pusher,
+        progress: Progress,
         trained: TrainedModel,
         values: DenseValues,
         rows: RowReader,
@@ -254,6 +255,7 @@ class GeoTraining:
         self._workers = workers
         self._gradients = gradients
         self._pusher = pusher
+        self._progress = progress
         self._trained = trained
         self._values = values
         self._rows = rows
@@ -288,7 +290,7 @@ class GeoTraining:
         state = self._gradients.end_step()
         self._unsent += 1
         self._state = self._state if state is None else state
-        if self._unsent >= (self._pusher.repeated_steps or self._steps_per_push):
+        if self._unsent >= (self._progress.repeated_steps or self._steps_per_push):
             self._agree(self.replica)
 
     def flush(self, *, edits: bool) -> None:
@@ -310,8 +312,8 @@ class GeoTraining:
     def _agree(self, replica: Replica) -> None:
         """Send the servers what this worker has changed, and take in what the others have."""
         self._trained.description.check_types()
-        if repeats_at := self._pusher.repeats_at:  # they have the same steps of a process that was killed
-            replica.undo(repeats_at)
+        if has_it := self._progress.repeats_at:  # of a process that was killed
+            replica.undo(has_it)
         frames, as_sent = self._pusher.encode_change(replica.change(), self._clocks, self._unsent, self._state)
         self._pusher.deliver(self._push(replica, frames, as_sent))
 

@@ -429,16 +429,6 @@ class Pusher:
             self._reload()
 
     @property
-    def repeats_at(self) -> list[int]:
-        """Return the servers where the next push counts for nothing, as they have one of an earlier process."""
-        return self._progress.repeats_at
-
-    @property
-    def repeated_steps(self) -> int:
-        """Return how many steps that one had, if there is any."""
-        return self._progress.repeated_steps
-
-    @property
     def is_in_doubt(self) -> bool:
         """Say whether a push was interrupted: some servers may have it."""
         return self._in_doubt is not None

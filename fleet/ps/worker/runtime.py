@@ -154,6 +154,7 @@ class WorkerRuntime:
                 assignment.worker_num,
                 gradients,
                 pusher,
+                self.progress,
                 trained,
                 values,
                 rows,
