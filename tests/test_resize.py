@@ -931,14 +931,12 @@ def in_lockstep(what: str, optimizers: str, then: list[str] | None, found: list[
             loss = model(ids_of(worker, step))
             loss.backward()
             fleet.barrier_worker()
-            if worker == 0 and then is not None:
+            if worker == 0:
                 until(lambda: waits(1))
-                if step % 3 == 2 and fleet.server_endpoints() != then:
+                if step % 3 == 2 and then is not None and fleet.server_endpoints() != then:
                     fleet.resize_servers(then)
                     assert waits(1) or what == "in turns", "it has moved, where nobody sends it again"
                     until(lambda: waits(1))
-            elif worker == 0:
-                until(lambda: found_job(found[0].service(names([0])[0])).rounds.pushed)
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
