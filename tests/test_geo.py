@@ -399,6 +399,48 @@ def test_a_worker_killed_between_two_servers_takes_its_steps_once(server: int, e
         assert torch.equal(value, agreed)
 
 
+@pytest.mark.parametrize("server", [0, 1])
+def test_a_worker_killed_with_an_edit_between_two_servers_loses_no_step(server: int) -> None:
+    """The process after it does not make the edit again, which one server has."""
+    environ = {**PATIENT, "FLEET_JOB_ID": "one"}
+
+    def trains(made: Fleet, *, edits: bool) -> Any:
+        model = torch.nn.Linear(100, 100)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        wrapped = made.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), geo(2), model=model)
+        made.init_worker()
+        for step in range(made.resume_step(), 6):
+            wrapped.minimize(sum(each.sum() for each in model.parameters()))
+            if step == 1 and edits:
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.sub_(100.0)
+                made.barrier_worker()
+        return model
+
+    def body(made: Fleet, index: int) -> Any:
+        lost = Fault(
+            Action.DROP_REQUEST, endpoint=Endpoint.parse(job.endpoints[server]), kind="push", step=2, times=None
+        )
+        first = Fleet(environ={**environ, "FLAGS_rpc_retry_times": "0"}, network=FaultyNetwork(job.network, lost))
+        first.init(UserDefinedRoleMaker(0, Role.WORKER, 1, job.endpoints))
+        with pytest.raises(DeadlineError, match="push of step 2"):
+            trains(first, edits=True)
+        leave(first)
+        model = trains(made, edits=False)
+        here = values(model)
+        refresh(made)
+        return here, values(model)
+
+    job = Job(body, 1, 2, environ=environ)
+    ((here, there),) = job.run()
+    for value, agreed in zip(here, there, strict=True):
+        assert torch.equal(value, agreed)
+    assert torch.cat([value.flatten() for value in here]).unique().tolist() == [-106.0, -6.0]
+
+
 def test_changed_rows_are_told_until_the_next_push() -> None:
     changes = Changes()
     changes.hold(0, 0, np.array([1, 2, 3]))

@@ -286,6 +286,8 @@ class GeoTraining:
         assert self.replica is not None
         if self._gradients.check_finite:
             self._gradients.dense()
+        if self._progress.repeated_steps == 0:
+            self._agree(self.replica)
         self.replica.train(update, self._gradients.rows(), self._fetch_rows)
         state = self._gradients.end_step()
         self._unsent += 1

@@ -90,9 +90,9 @@ class Progress:
         return [server for server, step in enumerate(self._delivered) if step > self.completed]
 
     @property
-    def repeated_steps(self) -> int:
-        """Return how many steps the next push has, if a server has had it."""
-        return self._repeated_steps if self.repeats_at else 0
+    def repeated_steps(self) -> int | None:
+        """Return how many steps the next push has, if a server has had it: none where that was of an edit alone."""
+        return self._repeated_steps if self.repeats_at else None
 
     def go_back(self, resumed: Resumed) -> None:
         """Take a step once more whose round was not over when this worker resumed, as all others begin with it. The
