@@ -268,21 +268,31 @@ def adds_up(made: Fleet, strategy: Strategy, steps: int) -> Any:
 
 @pytest.mark.parametrize(("kind", "server"), [("push", 0), ("push", 1), ("place", 1)])
 def test_a_worker_killed_in_the_midst_of_a_push_goes_on(kind: str, server: int) -> None:
-    """One of two servers has not heard of its step; it takes that once more, and it counts once."""
+    """One of two servers has not heard of its step; it takes that once more, and it counts once. The other worker has
+    taken one step before, so it is this one that makes an update of two."""
     environ = {**ENVIRON, "FLEET_JOB_ID": "one"}
     strategy = StrategyFactory.create_gba_strategy(2, 99)
+    pushed, killed = threading.Event(), threading.Event()
 
     def body(made: Fleet, index: int) -> Any:
-        if index == 1:
+        if index == 0:
+            model, train = adds_up(made, strategy, 1)
+            pushed.set()
+            assert killed.wait(PATIENCE_S)
+            train(5)
+        else:
             lost = Fault(
                 Action.DROP_REQUEST, endpoint=Endpoint.parse(job.endpoints[server]), kind=kind, step=3, times=None
             )
             first = Fleet(environ={**environ, "FLAGS_rpc_retry_times": "0"}, network=FaultyNetwork(job.network, lost))
             first.init(UserDefinedRoleMaker(1, Role.WORKER, 2, job.endpoints))
+            _, train = adds_up(first, strategy, 0)
+            assert pushed.wait(PATIENCE_S)
             with pytest.raises(DeadlineError, match=f"{kind} of step 3"):
-                adds_up(first, strategy, 6)
+                train(6)
             leave(first)
-        model, _ = adds_up(made, strategy, 6)
+            killed.set()
+            model, _ = adds_up(made, strategy, 6)
         made.barrier_worker()
         refresh(made)
         return [each.detach() for each in model["line"].parameters()]
@@ -297,11 +307,13 @@ def test_a_worker_killed_in_the_midst_of_a_push_goes_on(kind: str, server: int) 
 def test_others_go_on_when_a_worker_dies_between_two_servers(kind: str) -> None:
     """It is given up on. What one server alone has of it counts there alone; nobody waits for the rest."""
     strategy = StrategyFactory.create_gba_strategy(2, 99)
-    died = threading.Event()
+    pushed, died = threading.Event(), threading.Event()
 
     def dies(made: Fleet) -> None:
+        _, train = adds_up(made, strategy, 0)
+        assert pushed.wait(PATIENCE_S)
         with pytest.raises(DeadlineError, match=f"{kind} of step 3"):
-            adds_up(made, strategy, 4)
+            train(4)
         leave(made)
         died.set()
 
@@ -312,9 +324,10 @@ def test_others_go_on_when_a_worker_dies_between_two_servers(kind: str) -> None:
 
     def body(made: Fleet, index: int) -> Any:
         if index == 0:
-            model, train = adds_up(made, strategy, 5)
+            model, train = adds_up(made, strategy, 1)
+            pushed.set()
             assert died.wait(PATIENCE_S)
-            train(8)
+            train(12)
             made.barrier_worker()  # one server has given up on the other worker, which would hold it up
             train(4)
             until(lambda: comes_to(made, model))
@@ -331,6 +344,33 @@ def test_others_go_on_when_a_worker_dies_between_two_servers(kind: str) -> None:
             dies(made)
         else:
             job.results[0] = body(made, 0)
+            made.stop_worker()
+
+    job.work = work  # type: ignore[method-assign]
+    job.join(job.start())
+    assert not job.errors
+
+
+def test_pushes_that_no_server_but_the_first_has_a_place_for_count_when_their_worker_has_died() -> None:
+    """Nobody has told the second one, as they lie in an open buffer. When it is closed, their worker is long gone."""
+    strategy = StrategyFactory.create_gba_strategy(3, 99)
+    job = Job(lambda made, index: None, 2, 2, environ={**SOON, "FLAGS_rpc_retry_times": "0"})
+    died = threading.Event()
+
+    def work(index: int) -> None:
+        made = job.fleet(Role.WORKER, index)
+        if index == 1:
+            adds_up(made, strategy, 2)
+            leave(made)
+            died.set()
+        else:
+            model, train = adds_up(made, strategy, 0)
+            assert died.wait(PATIENCE_S)
+            made.barrier_worker()  # all servers have given up on the other worker
+            train(1)
+            refresh(made)
+            for values in model["line"].parameters():
+                assert torch.equal(values, torch.full_like(values, -1.0))
             made.stop_worker()
 
     job.work = work  # type: ignore[method-assign]

@@ -8,7 +8,8 @@ applied.
 
 Server 0 says which buffer a push goes into. The others keep pushes aside until some worker has told them (``place``),
 and close the same buffers with the same pushes, but for those of a worker that died on its way between two servers.
-Whoever places a push tells all that server 0 knew then, so nobody waits for a worker that has stopped in between.
+A worker tells a server that has not made an update that server 0 has: what lies in an open buffer changes no value.
+It tells all that server 0 knew then, so nobody waits for a worker that has stopped in between.
 
 Worker half: no version is needed; what comes with the answer to a push is what the server has.
 """
@@ -85,10 +86,7 @@ class GbaGate(ClockGate):
 
     def leave(self, worker: int) -> list[Effect]:
         self._parting.discard(worker)
-        lost = self._discarded(worker, self._clock.get(worker, 0))
-        if lost:
-            self._clock[worker] = min(step for _, step in lost) - 1  # should it join again, it takes these again
-        return [*([Discard(lost)] if lost else []), *super().leave(worker)]
+        return super().leave(worker)
 
     def lacking(self) -> tuple[int, tuple[int, ...]]:
         missing = {worker for worker, _ in self._missing()}
@@ -107,8 +105,8 @@ class GbaGate(ClockGate):
                 if buffer.together:
                     self._together.add(buffer.version)
         self._unplaced -= self._placed
-        late = self._discarded(worker, step)  # parts of buffers that had to be applied without them
-        return [*([Discard(late)] if late else []), *self._effects(), *self._let_go_on()]
+        lost = self._discarded([*self._too_late(worker, step), *self._never_sent()])
+        return [*([Discard(lost)] if lost else []), *self._effects(), *self._let_go_on()]
 
     def buffers(self, since: int) -> list[Buffer]:
         return [
@@ -158,7 +156,8 @@ class GbaGate(ClockGate):
             self._admits = True
             self._pushes.setdefault(self._place_for(worker, step), set()).add((token, worker, step))
             self._admit(self._pushes[self._applied])
-        elif sum(whose == worker for whose, _ in self._unplaced) > 1:  # one, if it has started again since
+        # An open buffer has less than ``gradients`` pushes; and there may be one more, if it has started again since.
+        elif sum(whose == worker for whose, _ in self._unplaced) > self._gradients:
             self._clock[worker] = step - 1
             raise ProtocolError(f"worker {worker} pushed before its last pushes had a place", got=f"step {step}")
         elif (worker, step) not in self._placed:
@@ -175,12 +174,23 @@ class GbaGate(ClockGate):
         if len(pushes) == self._gradients:
             self._divisors[self._applied] = self._gradients
 
-    def _discarded(self, worker: int, step: int) -> tuple[tuple[int, int], ...]:
-        """Take out what has no place of a worker's pushes up to a step, and return it."""
-        found = tuple(sorted(each for each in self._unplaced if each[0] == worker and each[1] <= step))
+    def _too_late(self, worker: int, step: int) -> list[tuple[int, int]]:
+        """Return what has no place of a worker's pushes up to a step that server 0 has: parts of buffers that had to be
+        applied without them."""
+        return [each for each in self._unplaced if each[0] == worker and each[1] <= step]
+
+    def _never_sent(self) -> list[tuple[int, int]]:
+        """Return the last pushes of workers that left between this server and server 0, which would have told of
+        them. Should one join again, it takes that step again."""
+        found = [each for each in self._unplaced if self._gone.get(each[0]) == each[1]]
+        self._gone |= {worker: step - 1 for worker, step in found}
+        return found
+
+    def _discarded(self, found: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+        """Forget pushes that are here, and return them."""
         self._unplaced.difference_update(found)
         self._here.difference_update(found)
-        return found
+        return tuple(sorted(found))
 
     @property
     def _placed(self) -> set[tuple[int, int]]:

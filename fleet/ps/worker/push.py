@@ -335,6 +335,8 @@ class Pusher:
         self._cuts = cuts
         self._reload = reload
         self._places = places
+        #: whether the others have no values to send before they are told, as workers wait for each other
+        self._is_in_rounds = False
         self._clock = clock
         #: when the last step was over; None before the first, which takes long for other reasons
         self._answered_at: float | None = None
@@ -373,7 +375,7 @@ class Pusher:
         try:
             with self._figures.push:
                 replies = self._connections.ask_all(lambda server, _: frames[server], f"push of step {step}")
-                if self._places and len(replies) > 1:
+                if self._places and len(replies) > 1 and _lacks_place(frames, replies):
                     replies = self._placed(step, replies[0])
                 replies = self._clipped(step, replies)
             check_delivered(self._connections, step, replies)
@@ -389,6 +391,7 @@ class Pusher:
 
     def _placed(self, step: int, first: Frame) -> list[Frame]:
         """Tell all servers but the first what that one has answered to a push; return the answers of all."""
+        self._is_in_rounds = bool(first.message.buffers) and first.message.buffers[-1].together
         place = pb.Place(buffers=first.message.buffers)
         others = self._connections.ask_all(
             lambda _, connection: Frame(connection.request(step, place=place)), f"place of step {step}", first=1
@@ -540,9 +543,6 @@ class Pusher:
         used = {(server, index) for index, parts in by_table.items() for server in _servers_of(parts)}
         token = gradients.read.token(used) if self._places else 0
 
-        def is_placed_later(server: int) -> bool:
-            return self._places and server > 0
-
         def push(server: int, connection: Connection) -> Frame:
             here = {index: parts[server] for index, parts in by_table.items() if (server, index) in used}
             present, tensors = dense[server]
@@ -551,7 +551,7 @@ class Pusher:
                 present=present,
                 row_tables=list(here),
                 used_tables=sorted(rows),
-                quiet=not brings_values or is_placed_later(server),
+                quiet=not brings_values or (self._is_in_rounds and server > 0),
                 steps=gradients.steps,
                 read_at=gradients.read.of_dense(server).clock,
                 attempt=gradients.ahead,
@@ -559,7 +559,7 @@ class Pusher:
                 row_counts=[len(ids.array) for ids, *_ in here.values()],
                 now=now,
                 token=token,
-                unplaced=is_placed_later(server),
+                unplaced=self._places and server > 0,
                 own_seconds=own_s,
                 plain=narrow is not self._narrow,
             )
@@ -620,6 +620,13 @@ def norm_of_all(parts: Sequence[pb.Norm | None]) -> float | None:
 
 def _weighed(weights: Array | None) -> list[WireTensor]:
     return [] if weights is None else [WireTensor.of(weights)]
+
+
+def _lacks_place(frames: Sequence[Frame], replies: Sequence[Frame]) -> bool:
+    """Say whether some server has not made an update that the first one has, or has not sent its values."""
+    first, *others = [reply.message for reply in replies]
+    closed = max((buffer.version for buffer in first.buffers if buffer.divisor), default=-1)
+    return frames[-1].message.push.quiet or any(reply.version <= closed for reply in others)
 
 
 def _is_unanswered(error: BaseException) -> bool:

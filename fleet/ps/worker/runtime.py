@@ -734,8 +734,7 @@ class WorkerRuntime:
                 self._flush_or_abort()
                 if self._dense is not None:
                     self._dense.leave()
-                clips_on_servers = bool(self._strategy.max_grad_norm) and self._dense is None
-                if self.policy.fills_buffers and clips_on_servers and len(self.connections.by_server) > 1:
+                if self.policy.fills_buffers and len(self.connections.by_server) > 1:
                     self.following(self._pusher.part)
                 self.following(lambda: self.connections.ask("goodbye", bye=pb.Bye()))
                 self.has_left = True
