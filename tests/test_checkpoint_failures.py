@@ -639,6 +639,28 @@ def test_a_claim_that_arrives_after_its_end_keeps_nobody_out() -> None:
     ]
 
 
+def test_a_claim_that_comes_twice_is_granted_twice() -> None:
+    """The second may be the one that was sent first, and which of them is still waited for is not known here."""
+    granted: list[int] = []
+    claims = Claims("here", 60.0, lambda: Frame(pb.Reply(granted=True)), only_first=False)
+
+    def claim(name: str, number: int) -> list[Any]:
+        waiting = Waiting(0, "a claim", 0.0, lambda frame: granted.append(number), lambda: Frame(pb.Reply()))
+        outbox: list[Any] = []
+        claims.claim(name, False, waiting, 0.0, False, outbox)
+        return outbox
+
+    claim("save", 0)
+    assert claim("move", 1) == claim("move", 2) == []
+    assert [waiting.worker for waiting in claims.waiting()] == [0, 0]
+    outbox: list[Any] = []
+    claims.release("save", 0, "", outbox)
+    for respond, frame in outbox:
+        respond(frame)
+    assert granted == [1, 2]
+    assert claims.waiting() == []
+
+
 def test_who_comes_anew_does_each_call_once() -> None:
     """Its calls are none of those that were done before it came; those that it has made since are done."""
     answers: list[bool] = []
