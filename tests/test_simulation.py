@@ -34,6 +34,18 @@ def wrong_with(scenario: Scenario, folder: Path) -> str:
 
 
 FOUND = {
+    # The request of a worker to do something for all came twice while another waited, and the second was answered alone.
+    "a request that came twice, and waited": Scenario(
+        900175,
+        Setting("async", 1, 2, 6, durable="always", sync_s=0.1, checkpoint_every=2, moves_at=3, moves_to=1),
+        (Fault(41, PAUSE, "server0", 5.88), Fault(72, TWICE), Fault(97, TWICE)),
+    ),
+    # The answer was lost to a worker that had written a checkpoint, and the job moved before it said so again.
+    "a job that moved when a checkpoint was done": Scenario(
+        900623,
+        Setting("half_async", 3, 2, 8, checkpoint_every=2, moves_at=7, moves_to=1),
+        (Fault(103, UNANSWERED),),
+    ),
     # A GEO worker was killed when one of two servers had its push. The next process sent another one for that: a server
     # that had the first took no notice, and the worker believed that it had.
     "a worker that was killed between two servers": Scenario(

@@ -112,11 +112,7 @@ class Claims:
                 self._close(name, self._not_written(f"none in {now - claim.since:.1f} s"), outbox)
 
     def waiting(self) -> list[Waiting]:
-        return [
-            waiting
-            for claim in self._open.values()
-            for waiting in (*claim.queue, *claim.asking)
-        ]
+        return [waiting for claim in self._open.values() for waiting in (*claim.queue, *claim.asking)]
 
     def dump(self) -> dict[str, Any]:
         """Return who has begun what, and who has done what; those who wait will ask again."""

@@ -36,11 +36,15 @@ def once(worker: WorkerRuntime, name: str, act: Callable[[dict[str, Any]], None]
     if not claim.message.granted:
         return
 
-    def release(failure: str) -> None:
+    def tell(failure: str) -> Frame:
         arbiter = worker.connections.by_server[0]  # another one than before, if it was this that moved the job
-        request = arbiter.request(step, release=pb.Release(name=name, failure=failure))
+        return arbiter.call(
+            Frame(arbiter.request(step, release=pb.Release(name=name, failure=failure))), f"release of {name}"
+        )
+
+    def release(failure: str) -> None:
         try:
-            arbiter.call(Frame(request), f"release of {name}")
+            worker.following(lambda: tell(failure))  # the job may have moved since the server heard of it
         except FleetError as error:
             if not failure:
                 raise
