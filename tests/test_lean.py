@@ -47,6 +47,18 @@ def test_threads_of_a_server_share_an_area_of_memory() -> None:
     assert areas("lean") == 1
 
 
+_SEARCHES = """
+import gc, torch
+from fleet.ps.server.lean import be_lean
+gc.unfreeze()
+before = len(gc.get_objects())
+be_lean()
+after = len(gc.get_objects())
+kept = [[number] for number in range(1000)]
+print(before > 100_000, after < 1000, len(gc.get_objects()) > 1000)
+"""
+
+
 _PUT_OFF = """
 import sys, torch
 from fleet.numeric.compiler import put_off_compiler, uncompiled
@@ -72,6 +84,10 @@ def told(prepared: Prepared, folder: Path, program: str) -> list[str]:
     out, err = prepared.start([str(script)], os.environ, bare=True).communicate(PATIENCE_S)
     assert not err
     return out.splitlines()
+
+
+def test_a_server_looks_for_garbage_among_what_came_since(prepared: Prepared, tmp_path: Path) -> None:
+    assert told(prepared, tmp_path, _SEARCHES) == ["True True True"]
 
 
 def test_the_compiler_comes_with_what_is_compiled(prepared: Prepared, tmp_path: Path) -> None:

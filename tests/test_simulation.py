@@ -34,7 +34,7 @@ def wrong_with(scenario: Scenario, folder: Path) -> str:
 
 
 FOUND = {
-    # The request of a worker to do something for all came twice while another waited, and the second was answered alone.
+    # The request of a worker to do something for all came twice, and only the second was answered.
     "a request that came twice, and waited": Scenario(
         900175,
         Setting("async", 1, 2, 6, durable="always", sync_s=0.1, checkpoint_every=2, moves_at=3, moves_to=1),
