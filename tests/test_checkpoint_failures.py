@@ -13,7 +13,7 @@ import signal
 import subprocess
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -35,7 +35,9 @@ from fleet.errors import CheckpointError, FleetError
 from fleet.plan.specs import JobSpec, PlanSettings
 from fleet.ps.server import disk_waits, replacement
 from fleet.ps.server.claims import Claims
-from fleet.ps.server.pending import Waiting
+from fleet.ps.server.meetings import Meetings
+from fleet.ps.server.object_states import ObjectStates
+from fleet.ps.server.pending import Outbox, Waiting
 from fleet.ps.table import shard as shard_module
 from fleet.ps.table.shard import Shard
 from fleet.ps.wire import fleet_pb2 as pb
@@ -639,26 +641,39 @@ def test_a_claim_that_arrives_after_its_end_keeps_nobody_out() -> None:
     ]
 
 
-def test_a_claim_that_comes_twice_is_granted_twice() -> None:
-    """The second may be the one that was sent first, and which of them is still waited for is not known here."""
-    granted: list[int] = []
+def asks_for_a_claim(asked: Sequence[Waiting], outbox: Outbox) -> None:
     claims = Claims("here", 60.0, lambda: Frame(pb.Reply(granted=True)), only_first=False)
+    first = Waiting(0, "a claim", 0.0, lambda frame: None, lambda: Frame(pb.Reply()))
+    claims.claim("before", False, first, 0.0, False, [])
+    for waiting in asked:
+        claims.claim("now", False, waiting, 0.0, False, outbox)
+    claims.release("before", 0, "", outbox)
 
-    def claim(name: str, number: int) -> list[Any]:
-        waiting = Waiting(0, "a claim", 0.0, lambda frame: granted.append(number), lambda: Frame(pb.Reply()))
-        outbox: list[Any] = []
-        claims.claim(name, False, waiting, 0.0, False, outbox)
-        return outbox
 
-    claim("save", 0)
-    assert claim("move", 1) == claim("move", 2) == []
-    assert [waiting.worker for waiting in claims.waiting()] == [0, 0]
-    outbox: list[Any] = []
-    claims.release("save", 0, "", outbox)
+def meets_others(asked: Sequence[Waiting], outbox: Outbox) -> None:
+    meetings = Meetings()
+    for waiting in asked:
+        meetings.come(pb.Request(worker=0, incarnation=7, meet=pb.Meet(address="there")), waiting, outbox)
+    meetings.answer_ready({0}, outbox, is_trained=False)
+
+
+def collects_states(asked: Sequence[Waiting], outbox: Outbox) -> None:
+    states = ObjectStates(lockstep=True)
+    for waiting in asked:
+        states.collect("all", True, 0, waiting, {})
+    states.answer_ready((), {}, set, outbox, too_late=lambda since: False)
+
+
+@pytest.mark.parametrize("requests", [asks_for_a_claim, meets_others, collects_states])
+def test_of_a_request_that_comes_twice_and_waits_each_is_answered(requests: Callable[..., None]) -> None:
+    """The repetition may have come first, and which of them is still waited for is not known here."""
+    answered: list[int] = []
+    asked = [Waiting(0, "it", 0.0, lambda _, n=n: answered.append(n), lambda: Frame(pb.Reply())) for n in range(20)]
+    outbox: Outbox = []
+    requests(asked, outbox)
     for respond, frame in outbox:
         respond(frame)
-    assert granted == [1, 2]
-    assert claims.waiting() == []
+    assert answered == [*range(4, 20)], "the last ones, as there is no end to what may be repeated"
 
 
 def test_who_comes_anew_does_each_call_once() -> None:

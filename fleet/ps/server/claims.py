@@ -22,13 +22,12 @@ _LONGEST_NAME, _MOST_OPEN, _MOST_CLOSED = 8192, 64, 4096
 
 @dataclass
 class _Claim:
-    """Holds one claim; ``begun`` once its writer has been let in. ``asking`` are the requests of a writer that waits to
-    be let in: a repeated one may come before the first, and either may be the one that is waited for."""
+    """Holds one claim; ``begun`` once its writer has been let in. ``asking`` is the writer that waits to be let in."""
 
     writer: int
     since: float
     begun: bool = False
-    asking: list[Waiting] = field(default_factory=list)
+    asking: Waiting | None = None
     queue: list[Waiting] = field(default_factory=list)
 
 
@@ -79,14 +78,15 @@ class Claims:
         if claim.writer != worker:
             claim.queue.append(waiting)
             return
-        claim.asking.append(waiting)
+        claim.asking = waiting.repeating(claim.asking)
         if claim.begun or not any(each.begun for each in self._open.values()):
             self._let_in(claim, outbox)
 
     def _let_in(self, claim: _Claim, outbox: Outbox) -> None:
+        assert claim.asking is not None
         claim.begun = True
-        outbox += [(waiting.respond, self._grant()) for waiting in claim.asking]
-        claim.asking.clear()
+        outbox.append((claim.asking.respond, self._grant()))
+        claim.asking = None
 
     def release(self, name: str, worker: int, failure: str, outbox: Outbox) -> None:
         """Close a claim: its writer is done, or has failed. A late repetition closes nobody else's."""
@@ -108,11 +108,15 @@ class Claims:
     def tick(self, now: float, outbox: Outbox) -> None:
         """Answer requests that wait for something that nobody begins."""
         for name, claim in list(self._open.items()):
-            if not claim.begun and not claim.asking and now - claim.since > self._deadline_s:
+            if not claim.begun and claim.asking is None and now - claim.since > self._deadline_s:
                 self._close(name, self._not_written(f"none in {now - claim.since:.1f} s"), outbox)
 
     def waiting(self) -> list[Waiting]:
-        return [waiting for claim in self._open.values() for waiting in (*claim.queue, *claim.asking)]
+        return [
+            waiting
+            for claim in self._open.values()
+            for waiting in (*claim.queue, *([] if claim.asking is None else [claim.asking]))
+        ]
 
     def dump(self) -> dict[str, Any]:
         """Return who has begun what, and who has done what; those who wait will ask again."""
@@ -130,14 +134,14 @@ class Claims:
 
     def _close(self, name: str, failure: FleetError | None, outbox: Outbox) -> None:
         claim = self._open.pop(name)
-        came = {claim.writer} if claim.begun or claim.asking else set()
+        came = {claim.writer} if claim.begun or claim.asking is not None else set()
         came |= {waiting.worker for waiting in claim.queue}
         before = self._closed.pop(name, None)
         self._closed[name] = _Closed(failure, came, set() if before is None else before.missed - came)
         if len(self._closed) > _MOST_CLOSED:
             del self._closed[next(iter(self._closed))]
         outbox += [self._outcome(waiting, failure) for waiting in claim.queue]
-        following = next((claim for claim in self._open.values() if claim.asking), None)
+        following = next((claim for claim in self._open.values() if claim.asking is not None), None)
         if following is not None and not any(claim.begun for claim in self._open.values()):
             self._let_in(following, outbox)
 

@@ -83,6 +83,9 @@ class Meetings:
         self._number = max(self._number, meet.group)
         if meet.broken:
             self.broke(meet.group)
+        before = self._come.get(worker)
+        if before is not None and before.incarnation == incarnation:
+            waiting = waiting.repeating(before.waiting)
         self._come[worker] = _Come(incarnation, request.step, meet, waiting)
         self._tell()
 

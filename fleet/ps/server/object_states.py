@@ -126,7 +126,7 @@ class ObjectStates:
         """Let a worker wait for all states of a name; asked again, it goes on waiting."""
         before = self._collection
         if before is not None and (before.name, before.waiting.worker) == (name, waiting.worker):
-            before.waiting = waiting
+            before.waiting = waiting.repeating(before.waiting)
         elif (self.collected.name, self.collected.worker) == (name, waiting.worker):
             self._collection = _Collection(name, everyone, waiting, step, {})
         else:

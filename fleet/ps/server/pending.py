@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fleet.numeric.tensors import WireTensor
@@ -50,6 +50,19 @@ class Arrival:
         self.outbox.append((self.respond, Frame(reply, [*tensors])))
 
 
+#: So many repetitions of a request are answered, the last ones.
+_MOST_REPETITIONS = 16
+
+
+@dataclass(frozen=True)
+class _RespondToAll:
+    responds: tuple[Respond, ...]
+
+    def __call__(self, frame: Frame) -> None:
+        for respond in self.responds:
+            respond(frame)
+
+
 @dataclass(frozen=True)
 class Waiting:
     """Holds a request that cannot be answered yet: who asked, for what and when, and how to make the answer when its
@@ -68,6 +81,14 @@ class Waiting:
     nbytes: int = 0  #: what it keeps in memory until then
     told: tuple[int, int] = (0, 0)  #: the group that the worker is in, and how much that has done together
     handing_out: Frame | None = None  #: the request that says what the answer gives, where that is remembered
+
+    def repeating(self, former: Waiting | None) -> Waiting:
+        """Return this request, in whose place a ``former`` one has waited: its answer is that of both. The repetition
+        may have come first, so either may be the one that its sender waits for."""
+        if former is None:
+            return self
+        before = former.respond.responds if isinstance(former.respond, _RespondToAll) else (former.respond,)
+        return replace(self, respond=_RespondToAll((*before, self.respond)[-_MOST_REPETITIONS:]))
 
 
 class Parked(dict[Hashable, Waiting]):
