@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import pytest
@@ -886,19 +887,20 @@ class Pair:
         token = min(gates[0].version, gates[1].version)
         if event == "first" and alive and line.first < step <= STEPS - 1:
             effects[0] = gates[0].push(worker, step, token)
-            became, answer = replace(line, first=step), tuple(gates[0].buffers(token))
+            became, answer = replace(line, first=step), (tuple(gates[0].buffers(token)), frozen(gates[0].gone))
         elif event == "second" and alive and line.second < step <= STEPS - 1:
             effects[1] = gates[1].push(worker, step, None)
             became = replace(line, second=step, seen=gates[1].version)
         elif event == "tell" and alive and line.first == line.second == step:
-            if any(buffer.divisor and buffer.version >= line.seen for buffer in answer):
-                effects[1] = gates[1].place(worker, step, answer)
+            if any(buffer.divisor and buffer.version >= line.seen for buffer in answer[0]):
+                effects[1] = gates[1].place(worker, step, answer[0], dict(answer[1]))
             became, answer = replace(line, told=step), ()
         elif event == "part" and alive and line.told == STEPS - 1 and not line.parting[0]:
             effects[0] = gates[0].parts(worker)
-            became, answer = replace(line, parting=(True, False)), tuple(gates[0].buffers(0))
+            became = replace(line, parting=(True, False))
+            answer = tuple(gates[0].buffers(0)), frozen(gates[0].gone)
         elif event == "part 1" and alive and line.parting == (True, False):
-            effects[1] = gates[1].place(worker, STEPS - 1, answer)
+            effects[1] = gates[1].place(worker, STEPS - 1, answer[0], dict(answer[1]))
             became, answer = replace(line, parting=(True, True)), ()
         elif event == "bye" and alive and line.parting == (True, True):
             effects = [gate.leave(worker) for gate in gates]
@@ -926,9 +928,14 @@ class Pair:
         whole = [(worker, step) for effect in second for worker, step in (*effect.pushes, *effect.dropped)]
         if len(whole) != len(set(whole)):
             raise Violation(f"a gradient counted twice: {second}")
-        over = {worker: STEPS - 1 if worker in live else line.was - 1 for worker, line in enumerate(lines)}
-        if live and any((worker, step) not in whole for worker, last in over.items() for step in range(1, last + 1)):
+        if any((worker, step) not in whole for worker in live for step in range(1, STEPS)):
             raise Violation(f"a gradient never counted: {second}")
+        # Of a worker that has died too, all whose steps were over; but for an update that nobody was left to tell of.
+        over = [STEPS - 1 if worker in live else line.was for worker, line in enumerate(lines)]
+        for one, other in zip(first, second, strict=False):
+            sure = [{(who, at) for who, at in (*of.pushes, *of.dropped) if at <= over[who]} for of in (one, other)]
+            if sure[0] != sure[1]:
+                raise Violation(f"a step that was over counts at one server alone: {one} and {other}")
 
 
 @pytest.mark.parametrize(
@@ -956,8 +963,8 @@ class DoesNotWaitForWhatIsOnItsWay(GbaGate):
 
 
 class ForgetsThePlaces(GbaGate):
-    def place(self, worker: int, step: int, buffers: Any) -> list[Effect]:
-        return super().place(worker, step, [buffer for buffer in buffers if not buffer.divisor])
+    def place(self, worker: int, step: int, buffers: Any, gone: Any = MappingProxyType({})) -> list[Effect]:
+        return super().place(worker, step, [buffer for buffer in buffers if not buffer.divisor], gone)
 
 
 class DropsWhatTheFirstHas(GbaGate):

@@ -14,7 +14,7 @@ import torch
 from dying import ENVIRON, DyingJob, every
 from faults import Action, Fault, FaultyNetwork
 from harness import SOON, Job, run_job, until
-from inside import leave, refresh
+from inside import leave, refresh, worker_of
 from patience import PATIENCE_S
 from test_durable import Model, counts, same, state
 from test_parity_dense import OPTIMIZERS
@@ -376,6 +376,40 @@ def test_pushes_that_no_server_but_the_first_has_a_place_for_count_when_their_wo
     job.work = work  # type: ignore[method-assign]
     job.join(job.start())
     assert not job.errors
+
+
+def test_a_push_counts_though_its_worker_is_gone_when_an_old_word_comes() -> None:
+    """A worker asked where its push belongs before another pushed, and tells the second server when it has gone."""
+    strategy = StrategyFactory.create_gba_strategy(3, 99, elastic=True)
+    late = Fault(Action.DELAY, Endpoint.parse("server1:1"), 0, kind="place", step=1, delay_s=1.0)
+    asked, told, came = (threading.Event() for _ in range(3))
+    network = FaultyNetwork(LoopbackNetwork(), late)
+
+    def body(made: Fleet, index: int) -> Any:
+        model, train = adds_up(made, strategy, 0)
+        made.barrier_worker()
+        if index == 0:
+            assert came.wait(PATIENCE_S)
+            train(1)  # makes an update of three, and its word to the second server takes long
+            asked.set()
+        elif index == 1:
+            assert told.wait(PATIENCE_S)
+            train(1)
+            worker_of(made).end("it is told to end")
+        else:
+            train(2)
+            came.set()
+            until(lambda: network.struck)
+            train(1)  # which finds the second server behind, and tells it
+            told.set()
+            assert asked.wait(PATIENCE_S)
+            train(1)
+            refresh(made)
+            return [each.detach().clone() for each in model["line"].parameters()]
+        return None
+
+    for values in run_job(body, 3, 2, network=network)[2]:
+        assert torch.equal(values, torch.full_like(values, -2.0))
 
 
 # ---------------------------------------------------------------- what is refused

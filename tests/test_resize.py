@@ -990,13 +990,13 @@ def test_a_server_takes_what_others_have_before_it_moves(
     of."""
     asked, let_go, halts = list[Any](), resizing.Copy._let_go, threading.Event()
 
-    def noted(copy: Any, connection: Any, number: int, delivered: Any = None, buffers: Any = ()) -> Any:
-        asked.append(delivered or buffers)
+    def noted(copy: Any, connection: Any, number: int, delivered: Any = None, **placed: Any) -> Any:
+        asked.append(delivered or placed)
         if number == 0 and not halts.is_set():
             halts.set()
             gates = [found_job(job.service(each)).rounds.gate for each in job.endpoints]
             until(lambda: kind != "push" or len({gate.delivered(1) for gate in gates}) > 1)
-        return let_go(copy, connection, number, delivered, buffers)
+        return let_go(copy, connection, number, delivered, **placed)
 
     def pause(step: int) -> None:
         if step == 7:  # nobody gets further until the one that moves the job has come to that
@@ -1252,6 +1252,33 @@ def test_a_worker_that_has_heard_of_a_move_may_leave(servers: list[int]) -> None
         has_left.set()
 
     Resized(body, [0, 1], servers, environ=BEATING).run()
+
+
+@pytest.mark.parametrize("mode", sorted({**MODES, **IN_BUFFERS, **GIVEN}))
+@pytest.mark.parametrize("servers", [[2], [1, 2, 3]], ids=["to one", "to three"])
+@pytest.mark.pairs(6)
+def test_a_worker_that_has_not_heard_of_a_move_may_leave(mode: str, servers: list[int]) -> None:
+    """What it asks as it stops finds the servers that there are now."""
+    trained, moved, has_left = threading.Event(), threading.Event(), threading.Event()
+
+    def body(fleet: Fleet, worker: int) -> None:
+        model = constant()
+        optimizer = fleet.distributed_optimizer(OPTIMIZERS["momentum"](model), ALL_MODES[mode](), model=model)
+        fleet.init_worker()
+        optimizer.minimize(model())
+        if worker == 0:
+            assert trained.wait(PATIENCE_S)
+            fleet.resize_servers(names(servers))
+            moved.set()
+            assert has_left.wait(PATIENCE_S)
+            optimizer.minimize(model())
+            return
+        trained.set()
+        assert moved.wait(PATIENCE_S)
+        fleet.stop_worker()
+        has_left.set()
+
+    Resized(body, [0, 1], servers).run()
 
 
 @pytest.mark.parametrize("mode", [None, "async"])

@@ -34,7 +34,9 @@ class ClockGate(ABC):
         self._clock[worker] = step
         return [*self._deliver(worker, step, token), *self._effects()]
 
-    def place(self, worker: int, step: int, buffers: Sequence[Buffer]) -> list[Effect]:
+    def place(
+        self, worker: int, step: int, buffers: Sequence[Buffer], gone: Mapping[int, int] = MappingProxyType({})
+    ) -> list[Effect]:
         raise ProtocolError("a push was given a place in a mode that has no buffers", got=f"step {step}")
 
     def buffers(self, since: int) -> list[Buffer]:

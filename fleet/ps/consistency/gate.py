@@ -116,8 +116,11 @@ class Gate(Protocol):
         it goes into."""
         ...
 
-    def place(self, worker: int, step: int, buffers: Sequence[Buffer]) -> list[Effect]:
-        """Take note, in modes with buffers, what another server has of them since it has let this push in."""
+    def place(
+        self, worker: int, step: int, buffers: Sequence[Buffer], gone: Mapping[int, int] = MappingProxyType({})
+    ) -> list[Effect]:
+        """Take note, in modes with buffers, what another server has of them since it has let this push in, and what it
+        has of workers that are ``gone`` there."""
         ...
 
     def buffers(self, since: int) -> list[Buffer]:

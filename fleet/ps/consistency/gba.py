@@ -92,7 +92,9 @@ class GbaGate(ClockGate):
         missing = {worker for worker, _ in self._missing()}
         return self._applied + 1, tuple(sorted(missing or self._clock))
 
-    def place(self, worker: int, step: int, buffers: Sequence[Buffer]) -> list[Effect]:
+    def place(
+        self, worker: int, step: int, buffers: Sequence[Buffer], gone: Mapping[int, int] = MappingProxyType({})
+    ) -> list[Effect]:
         for buffer in buffers:
             for _, whose, number in buffer.pushes:
                 if number > self._clock.get(whose, number) + 1:
@@ -105,7 +107,7 @@ class GbaGate(ClockGate):
                 if buffer.together:
                     self._together.add(buffer.version)
         self._unplaced -= self._placed
-        lost = self._discarded([*self._too_late(worker, step), *self._never_sent()])
+        lost = self._discarded([*self._too_late(worker, step), *self._never_sent(gone)])
         return [*([Discard(lost)] if lost else []), *self._effects(), *self._let_go_on()]
 
     def buffers(self, since: int) -> list[Buffer]:
@@ -156,8 +158,8 @@ class GbaGate(ClockGate):
             self._admits = True
             self._pushes.setdefault(self._place_for(worker, step), set()).add((token, worker, step))
             self._admit(self._pushes[self._applied])
-        # An open buffer has less than ``gradients`` pushes; and there may be one more, if it has started again since.
-        elif sum(whose == worker for whose, _ in self._unplaced) > self._gradients:
+        # An open buffer has less than ``gradients`` pushes; and there may be one more each time it has started again.
+        elif sum(whose == worker for whose, _ in self._unplaced) > self._gradients + self.kept:
             self._clock[worker] = step - 1
             raise ProtocolError(f"worker {worker} pushed before its last pushes had a place", got=f"step {step}")
         elif (worker, step) not in self._placed:
@@ -179,10 +181,11 @@ class GbaGate(ClockGate):
         applied without them."""
         return [each for each in self._unplaced if each[0] == worker and each[1] <= step]
 
-    def _never_sent(self) -> list[tuple[int, int]]:
-        """Return the last pushes of workers that left between this server and server 0, which would have told of
-        them. Should one join again, it takes that step again."""
-        found = [each for each in self._unplaced if self._gone.get(each[0]) == each[1]]
+    def _never_sent(self, gone: Mapping[int, int]) -> list[tuple[int, int]]:
+        """Return the last pushes of workers that left between this server and server 0, where they are ``gone`` after
+        an earlier step. Should one join again, it takes that step again."""
+        found = [(worker, step) for worker, step in self._unplaced if self._gone.get(worker) == step]
+        found = [(worker, step) for worker, step in found if gone.get(worker, step) < step]
         self._gone |= {worker: step - 1 for worker, step in found}
         return found
 

@@ -396,7 +396,7 @@ class Moving:
         self._released += halt.let_through(delivered)
         clocks = job.rounds.gate.clocks
         behind = [worker for worker, step in delivered.items() if clocks.get(worker, step) < step]
-        if behind or not self._steps.place_all(job, told.buffers, arrival.worker, arrival.outbox):
+        if behind or not self._steps.place_all(job, told, arrival.worker, arrival.outbox):
             raise ServerBusyError("pushes that other servers have are on their way", where=self._where, got=behind)
 
     def _check_may_move(self, job: Job, worker: int) -> None:

@@ -152,19 +152,19 @@ class StepRequests:
         )
         job.check_room(waiting)
         buffers = _buffers_of(request.place.buffers)
-        effects = job.rounds.gate.place(worker, step, buffers)
+        effects = job.rounds.gate.place(worker, step, buffers, request.place.gone)
         gate = job.rounds.gate
         together = (buffer.version + 1 for buffer in buffers if buffer.together and not gate.is_held_up)
         needed = max((*together, gate.holds(worker, step)))
         self._park(job, needed, waiting, effects, arrival.outbox)
 
-    def place_all(self, job: Job, told: Sequence[Any], worker: int, outbox: Outbox) -> bool:
+    def place_all(self, job: Job, told: Any, worker: int, outbox: Outbox) -> bool:
         """Take in which pushes become one update where nobody waits for it, if any are told, and return whether all of
         these updates are there."""
-        if not told:
+        if not (told.buffers or told.gone):
             return True
-        buffers = _buffers_of(told)
-        self.carry_out(job, job.rounds.gate.place(worker, 0, buffers), worker, outbox)
+        buffers = _buffers_of(told.buffers)
+        self.carry_out(job, job.rounds.gate.place(worker, 0, buffers, told.gone), worker, outbox)
         return all(buffer.version < job.rounds.gate.version for buffer in buffers if buffer.divisor)
 
     def clip(self, job: Job, arrival: Arrival) -> None:
@@ -502,6 +502,7 @@ class StepRequests:
                     version=version, divisor=divisor, tokens=tokens, workers=workers, steps=steps, together=together
                 )
                 values.message.buffers.append(each)
+            values.message.gone.update(job.rounds.gate.gone)
         if shard.changes is not None:
             for table, ids in shard.changes.take(worker, step).items():
                 values.message.changed.append(table)

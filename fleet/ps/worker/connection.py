@@ -496,8 +496,9 @@ class Connections:
         failure: FleetError | None = None
         replies = []
         numbered = list(enumerate(self.by_server))[first:]
-        for start in range(0, len(numbered), at_once or len(numbered)):
-            some = numbered[start : start + (at_once or len(numbered))]
+        at_once = at_once or max(1, len(numbered))
+        for start in range(0, len(numbered), at_once):
+            some = numbered[start : start + at_once]
             pendings: list[PendingRequest] = []
             try:
                 for server, connection in some:

@@ -43,11 +43,12 @@ def once(worker: WorkerRuntime, name: str, act: Callable[[dict[str, Any]], None]
         )
 
     def release(failure: str) -> None:
+        if not failure:
+            worker.following(lambda: tell(""))  # the job may have moved since the server heard of it
+            return
         try:
-            worker.following(lambda: tell(failure))  # the job may have moved since the server heard of it
+            tell(failure)
         except FleetError as error:
-            if not failure:
-                raise
             _log.warning("the failure of %s could not be reported: %s", name, error)
 
     with telling(release):

@@ -392,7 +392,7 @@ class Pusher:
     def _placed(self, step: int, first: Frame) -> list[Frame]:
         """Tell all servers but the first what that one has answered to a push; return the answers of all."""
         self._is_in_rounds = bool(first.message.buffers) and first.message.buffers[-1].together
-        place = pb.Place(buffers=first.message.buffers)
+        place = pb.Place(buffers=first.message.buffers, gone=first.message.gone)
         others = self._connections.ask_all(
             lambda _, connection: Frame(connection.request(step, place=place)), f"place of step {step}", first=1
         )

@@ -273,8 +273,10 @@ class Copy:
             delivered = {int(worker): step for worker, step in furthest.items()}
             replies = [self._let_go(connection, 0, delivered) for connection in self._former]
         states = [json.loads(reply.message.about) for reply in replies]
-        if buffers := [_buffer_of(*each) for each in states[0]["buffers"]]:
-            replies[1:] = [self._let_go(connection, 0, buffers=buffers) for connection in self._former[1:]]
+        buffers = [_buffer_of(*each) for each in states[0]["buffers"]]
+        gone = {int(worker): step for worker, step in states[0]["gone"].items()}
+        if self._worker.policy.fills_buffers and (buffers or gone):
+            replies[1:] = [self._let_go(each, 0, buffers=buffers, gone=gone) for each in self._former[1:]]
             states[1:] = [json.loads(reply.message.about) for reply in replies[1:]]
         if any(state["due"] for state in states):
             self._worker.agree_on_norms()
@@ -292,6 +294,7 @@ class Copy:
         number: int,
         delivered: Mapping[int, int] | None = None,
         buffers: Sequence[pb.Buffer] = (),
+        gone: Mapping[int, int] | None = None,
     ) -> Frame:
         completed = self._worker.progress.completed
         endpoints = [*(str(each.endpoint) for each in self._former), *map(str, self.servers)]
@@ -302,6 +305,7 @@ class Copy:
             delivered=delivered,
             endpoints=endpoints,
             buffers=buffers,
+            gone=gone,
         )
         frame = Frame(connection.request(completed, halt=halt))
         return self._when_free(connection, partial(connection.call, frame, "a move to other servers"))
