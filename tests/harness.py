@@ -94,8 +94,9 @@ class Job:
     def join(self, threads: list[threading.Thread], timeout_s: float = 60.0) -> None:
         for thread in threads:
             thread.join(timeout_s)
-            frame = sys._current_frames().get(thread.ident or 0)
             if thread.is_alive():
+                # Not before: it may meet the end of another thread, and both wait for ever.
+                frame = sys._current_frames().get(thread.ident or 0)
                 where = "".join(traceback.format_stack(frame)) if frame is not None else ""
                 raise AssertionError(f"{thread.name} hangs; others have failed by {self.errors}\n{where}")
 
