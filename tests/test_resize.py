@@ -68,6 +68,7 @@ from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.ps.wire.transport import BrokenCall, TransportError
 from fleet.ps.worker import resizing
+from fleet.ps.worker.runtime import WorkerRuntime
 from fleet.role_maker import Role, UserDefinedRoleMaker
 
 STEPS, MOVED_AFTER = 7, 3
@@ -1252,6 +1253,38 @@ def test_a_worker_that_has_heard_of_a_move_may_leave(servers: list[int]) -> None
         has_left.set()
 
     Resized(body, [0, 1], servers, environ=BEATING).run()
+
+
+def test_a_worker_that_is_closed_while_it_goes_over_is_heard_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another thread, as a signal may. Whoever takes its place would be refused as long as anything of it beats."""
+    joins, moved = WorkerRuntime._join, threading.Event()
+
+    def closed_meanwhile(worker: WorkerRuntime, *given: Any) -> Any:
+        answers = joins(worker, *given)
+        if worker.assignment.index == 1:
+            worker.close()
+        return answers
+
+    def body(fleet: Fleet, worker: int) -> None:
+        model = constant()
+        optimizer = fleet.distributed_optimizer(OPTIMIZERS["momentum"](model), MODES["ssp"](), model=model)
+        fleet.init_worker()
+        optimizer.minimize(model())
+        if worker == 0:
+            monkeypatch.setattr(WorkerRuntime, "_join", closed_meanwhile)
+            fleet.resize_servers(names([1, 2]))
+            moved.set()
+            return
+        assert moved.wait(PATIENCE_S)
+        connected = connections(fleet)
+        with pytest.raises(FleetError):
+            optimizer.minimize(model())
+        assert {str(each.endpoint) for each in connected} == {*names([1, 2])}
+        assert not [each.name for each in threading.enumerate() if each.name.startswith("fleet-heartbeat-1-")]
+
+    job = Resized(body, [0, 1], [1, 2], environ=SOON)
+    job.end(job.start())
+    assert not job.errors.keys() & {"worker 0"}
 
 
 @pytest.mark.parametrize("mode", sorted({**MODES, **IN_BUFFERS, **GIVEN}))

@@ -366,6 +366,8 @@ class WorkerRuntime:
         self.connections.moves = move.number
         self.assignment = replace(self.assignment, servers=move.servers)
         former = self.connections.replace(connections.by_server)
+        if self.stopped:  # by another thread meanwhile, which has closed those that there were
+            self.connections.close()
         self.trained.move(servers)
         self.rows.move(servers)
         self._pusher.move(layouts)
