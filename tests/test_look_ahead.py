@@ -6,7 +6,8 @@ no number. Where there is CUDA, the same functions run on it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from fleet import Fleet, StrategyFactory
 from fleet.errors import ArgumentTypeError, ConfigurationError, UnsupportedError
 from fleet.nn.expand import expand_by_torch
 from fleet.nn.handle import Found, TableHandle
+from fleet.numeric.jit import Array
 from fleet.ps.server.recent_changes import MOST_ROUNDS, RecentChanges
 from fleet.ps.table.shard import Contribution
 from fleet.ps.worker import prefetch as prefetching
@@ -37,16 +39,18 @@ class LateCopies:
     def __init__(self) -> None:
         self.work: list[Callable[[], None]] = []
         self.done = 0
+        self.handing_over = threading.Lock()
 
-    def host(self, values: torch.Tensor) -> torch.Tensor:
-        return values.clone()
+    def host(self, parts: Sequence[Array]) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate(parts))
 
     def empty(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
         return torch.full([*shape], float("nan") if dtype.is_floating_point else 0, dtype=dtype)
 
     def run(self, work: Callable[[], None]) -> object:
-        self.work.append(work)
-        return len(self.work)
+        with self.handing_over:
+            self.work.append(work)
+            return len(self.work)
 
     def wait(self, mark: Any, used: Any) -> None:
         while self.done < mark:
@@ -149,7 +153,8 @@ def test_rows_that_come_and_go_are_the_same() -> None:
 def test_what_nobody_waited_for_holds_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else these tests would not see a wait that is missing."""
     monkeypatch.setattr(prefetching, "copies_to", lambda device: LateCopies())
-    monkeypatch.setattr(LateCopies, "wait", lambda *_: None)
+    patient = LateCopies.wait
+    monkeypatch.setattr(LateCopies, "wait", lambda self, mark, used: patient(self, mark - 1, used))
     (got,) = train(None, ahead(2), workers=1)
     assert any(each.isnan().any() for each in got)
 

@@ -1,6 +1,7 @@
 """Fleet, as its README shows it. What follows a mode after "+" is what a user may do beside: "prefetch", "group", a
-``wire_dtype``, "all_reduce" for dense parameters among the workers, "dense" or "all" for ``torch.nn.Embedding`` that
-stay on the workers or go remote, and "apart" for calling ``backward`` and ``step`` where ``minimize`` does both."""
+``wire_dtype``, "all_reduce" for dense parameters among the workers, "ahead" to have rows brought to the device ahead,
+"kept" to let them stay there for a while, "dense" or "all" for ``torch.nn.Embedding`` that stay on the workers or go
+remote, and "apart" for calling ``backward`` and ``step`` where ``minimize`` does both."""
 
 from __future__ import annotations
 
@@ -27,6 +28,9 @@ STRATEGIES = {
     "auto": StrategyFactory.create_auto_strategy,
 }
 
+
+#: For so many batches rows stay on the device with "kept".
+KEPT = 16
 
 INITIALIZER = f"uniform({-ROW_RANGE}, {ROW_RANGE})"
 
@@ -84,8 +88,11 @@ def main() -> None:
     fleet.init_worker()
     meter = Meter(work)
     stream = meter.batches(batches(work))
-    if "prefetch" in extras:
-        stream = fleet.prefetch(stream, lambda batch: asked(model.rows, batch[0]))
+    if {"prefetch", "ahead", "kept"} & {*extras}:
+        on_device: dict[str, Any] = {} if "prefetch" in extras else {"device": work.device}
+        if "kept" in extras:
+            on_device["embedding_staleness"] = KEPT
+        stream = fleet.prefetch(stream, lambda batch: asked(model.rows, batch[0]), **on_device)
     for batch in stream:
         loss = model.loss(*batch)
         work.compute()

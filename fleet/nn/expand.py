@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fleet.nn.handle import Found, Lookup, Wanted, look_up
+from fleet.nn.handle import Found, Lookup, Wanted, handle_of, look_up
 from fleet.numeric.compiler import uncompiled
 from fleet.numeric.ids import Summed, accumulate, accumulate_apart, accumulate_bags, accumulate_each
 
@@ -229,16 +229,20 @@ def _gradient(found: Found, like: tuple[torch.Size, torch.device], rows: torch.T
     if found.weighed is not None:
         assert found.weight is not None, "only look-ups that are trained are weighed"
         found.weighed.note(adds=_is_there(found.weight))
-    ids, padding = found.ids, found.padding
+    ids, there, padding = found.ids, found.ids_there, found.padding
     if rows.shape[0] > ids.numel():  # a bag may have had one more
         rows = rows[: ids.numel()]
     if padding is not None:
-        ids = torch.cat([ids[:padding], ids[padding + 1 :]])
+        ids, there = torch.cat([ids[:padding], ids[padding + 1 :]]), None
         rows = torch.cat([rows[:padding], rows[padding + 1 :]])
     if torch.is_grad_enabled():  # somebody differentiates the gradient
         made: torch.Tensor = _Sparse.apply(rows, ids, like)  # type: ignore[no-untyped-call]
         return made
-    return _sparse(rows, ids, like)
+    made = _sparse(rows, ids if there is None else there, like)
+    handle = None if found.weight is None else handle_of(found.weight)
+    if handle is not None:
+        handle.gave(made, ids)
+    return made
 
 
 def _is_there(weight: torch.Tensor) -> bool:

@@ -52,6 +52,8 @@ class Lookup(NamedTuple):
     inverse: torch.Tensor
     #: what was foreseen beside it, if it was
     foreseen: Foreseen | None = None
+    #: the ids on the device of the rows, where these were brought there
+    ids_there: torch.Tensor | None = None
 
 
 class Wanted(NamedTuple):
@@ -104,6 +106,22 @@ class Found(NamedTuple):
     ids: torch.Tensor
     weight: torch.Tensor | None
     weighed: WeighedLookup | None = None
+    #: the ids on the device of the rows, if they are known there
+    ids_there: torch.Tensor | None = None
+
+
+class GradientRows(NamedTuple):
+    """Holds what stands in a table's ``weight.grad``: ids and a row for each, on any device. They are distinct if they
+    are there ``once``."""
+
+    ids: torch.Tensor
+    rows: torch.Tensor
+    once: bool
+
+    def merged(self) -> tuple[Ids, Array]:
+        """Return distinct ids and the gradients of their rows, from what is on the CPU."""
+        pair = self.ids.numpy(), self.rows.numpy()
+        return pair if self.once else merge([pair], 1)
 
 
 class TableHandle:
@@ -139,8 +157,8 @@ class TableHandle:
         #: the servers have, or will have, other values: an interrupted step may have been applied
         self._is_outdated = False
         self._has_told = False
-        #: of the last look-up that was to be trained
-        self._distinct = torch.empty(0, dtype=torch.int64)
+        #: the distinct ids of the last gradient that a backward made: as they stand in it, and on the CPU
+        self._given = (torch.empty(0, dtype=torch.int64),) * 2
         setattr(weight, _ATTRIBUTE, self)
         if not uploaded:
             self.release()
@@ -290,8 +308,6 @@ class TableHandle:
             check_type(self.name, weight, lookup.rows.dtype)
             trained = torch.is_grad_enabled() and weight.requires_grad
         rows, inverse = lookup.rows, lookup.inverse
-        if trained:
-            self._distinct = lookup.ids
         if rows.device != ids.device:
             rows, inverse = rows.to(ids.device), inverse.to(ids.device)
         padding: int | None = None
@@ -305,7 +321,8 @@ class TableHandle:
         weighed = None
         if trained and self._weights is not None:
             weighed = self._weights.look_up(lookup.ids, lookup.inverse, wanted.weights)
-        return Found(rows, inverse.view(ids.shape), padding, lookup.ids, weight if trained else None, weighed)
+        shaped, there = inverse.view(ids.shape), lookup.ids_there
+        return Found(rows, shaped, padding, lookup.ids, weight if trained else None, weighed, there)
 
     @property
     def goes_by_weight(self) -> bool:
@@ -329,8 +346,12 @@ class TableHandle:
                 got=low if low < 0 else high,
             )
 
-    def gradients(self) -> tuple[Ids, Array] | None:
-        """Return distinct ids and the gradients of their rows, as they stand in ``weight.grad``; None if nothing does.
+    def gave(self, gradient: torch.Tensor, ids: torch.Tensor) -> None:
+        """Note that a backward has made a gradient of rows of these ids, which are distinct and on the CPU."""
+        self._given = gradient._indices()[0], ids
+
+    def gradient(self) -> GradientRows | None:
+        """Return the rows that stand in ``weight.grad``; None if nothing does.
 
         No ids: a backward came to this table, and touched no row.
         """
@@ -346,13 +367,12 @@ class TableHandle:
             grad = grad.detach()
             if grad.layout is torch.strided:
                 ids = (grad != 0).any(1).nonzero().flatten()
-                return ids.cpu().numpy(), grad[ids].cpu().numpy()
+                return GradientRows(ids, grad[ids], True)
             grad = by_rows(grad)
-            ids, rows = grad._indices()[0], grad._values()
-            if not rows.is_cpu:
-                ids, rows = ids.cpu(), rows.cpu()
-            once = grad.is_coalesced() or ids.data_ptr() == self._distinct.data_ptr()
-        return (ids.numpy(), rows.numpy()) if once else merge([(ids.numpy(), rows.numpy())], 1)
+            ids, (given, known) = grad._indices()[0], self._given
+            if ids.data_ptr() == given.data_ptr() and ids.shape == given.shape and ids.device == given.device:
+                return GradientRows(known, grad._values(), True)
+            return GradientRows(ids, grad._values(), grad.is_coalesced())
 
 
 def look_up(wanted: Sequence[Wanted]) -> list[Lookup]:

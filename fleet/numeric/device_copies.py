@@ -1,5 +1,5 @@
 """Copies beside the computation: what is handed over here is done in order, on a stream of its own where the device has
-streams, and a computation waits for it before it looks.
+streams, and a computation waits for it before it looks. Two threads may hand something over.
 
 What is not waited for may be missing, so a device for tests does everything as late as it may.
 """
@@ -9,16 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from fleet.errors import ConfigurationError, UnsupportedError
+from fleet.numeric.jit import Array
 
 
 class Copies(Protocol):
     device: torch.device
 
-    def host(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the values where a copy may start from, and where nobody writes any more."""
+    def host(self, parts: Sequence[Array]) -> torch.Tensor:
+        """Return arrays, one after the other, where a copy may start from and where nobody writes any more."""
         ...
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -39,8 +41,8 @@ class HostCopies:
 
     device = torch.device("cpu")
 
-    def host(self, values: torch.Tensor) -> torch.Tensor:
-        return values
+    def host(self, parts: Sequence[Array]) -> torch.Tensor:
+        return torch.from_numpy(parts[0] if len(parts) == 1 else np.concatenate(parts))
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype)
@@ -60,8 +62,12 @@ class CudaCopies:
         self.device = device
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def host(self, values: torch.Tensor) -> torch.Tensor:
-        return values.pin_memory()  # torch keeps it until copies that have begun from it are over
+    def host(self, parts: Sequence[Array]) -> torch.Tensor:
+        shape = (sum(map(len, parts)), *parts[0].shape[1:])
+        dtype = torch.from_numpy(parts[0][:0]).dtype
+        pinned = torch.empty(shape, dtype=dtype, pin_memory=True)  # torch keeps it until copies from it are over
+        np.concatenate(parts, out=pinned.numpy())
+        return pinned
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         with torch.cuda.stream(self._stream):
@@ -79,6 +85,24 @@ class CudaCopies:
         here.wait_event(mark)
         for each in used:
             each.record_stream(here)  # else its memory could be another copy's before this stream is through with it
+
+
+@torch.no_grad()
+def on_the_cpu(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return tensors where the CPU can read them, all of a device after one wait."""
+    found, awaited = [], set[torch.device]()
+    for each in tensors:
+        here = each
+        if each.device.type == "cuda":
+            here = torch.empty(each.shape, dtype=each.dtype, pin_memory=True)
+            here.copy_(each, non_blocking=True)
+            awaited.add(each.device)
+        elif not each.is_cpu:
+            here = each.cpu()
+        found.append(here)
+    for device in awaited:
+        torch.cuda.current_stream(device).synchronize()
+    return found
 
 
 def copies_to(device: object) -> Copies:

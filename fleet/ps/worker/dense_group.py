@@ -271,6 +271,8 @@ class DenseGroup:
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int) -> None:
         """Copy the values that the rank ``source`` has to every worker, in place."""
+        if self.size == 1:
+            return
         options = dist.BroadcastOptions()
         options.rootRank = source
 

@@ -22,6 +22,39 @@ from fleet.nn.trainables import ElementTypes
 from fleet.ps.worker.dense_group import DenseGroup, GroupBrokenError
 
 
+class LoneReducer:
+    """Stands where there is no other worker to average with: a round changes no gradient, and is as long as a step."""
+
+    was_interrupted = is_taken_over = False
+
+    def __init__(
+        self, types: ElementTypes, group: DenseGroup, on_round: Callable[[Round], None], words: int, asked: int
+    ) -> None:
+        self._types = types
+        self._group = group
+        self._on_round = on_round
+        self._marked = (False,) * asked
+        self._number = group.number
+        self.enabled = True
+        self.says: tuple[int, ...] = (0,) * words
+
+    @property
+    def is_outdated(self) -> bool:
+        return self._number != self._group.number
+
+    def run(self, taking_part: bool) -> None:
+        self._types.check()
+        self._group.count_round()
+        self._on_round(Round((0,) if taking_part else (), (self.says,), self._marked))
+        self._group.advance()
+
+    def check_watching(self) -> None:
+        """Do nothing: gradients are read where the step is taken."""
+
+    def close(self) -> None:
+        """Do nothing: no parameter is held."""
+
+
 class LastingReducer(Reducer):
     def __init__(
         self,

@@ -23,7 +23,7 @@ from fleet.checkpoint.manifest import DENSE
 from fleet.errors import FleetError, NonFiniteGradientError, StateError
 from fleet.nn.trainables import ElementTypes
 from fleet.ps.worker.dense_group import Comer, DenseGroup, GroupBrokenError
-from fleet.ps.worker.dense_reducer import LastingReducer
+from fleet.ps.worker.dense_reducer import LastingReducer, LoneReducer
 from fleet.ps.worker.dense_state import Piece, fill, hand_over, pieces
 from fleet.ps.worker.describe import Description
 from fleet.ps.worker.progress import Progress
@@ -63,7 +63,7 @@ class DenseTraining:
         self._worker = worker
         self._dtype = None if wire_dtype is None else _HALF.get(wire_dtype)
         self._check_finite = check_finite
-        self._reducer: LastingReducer | None = None
+        self._reducer: LastingReducer | LoneReducer | None = None
         self._is_enabled = True
         #: how many steps the workers have taken together
         self._steps = 0
@@ -106,18 +106,22 @@ class DenseTraining:
         names = [name for _, name in trained]
         types = ElementTypes(self._watched, names, [param.dtype for param in self._watched])
         self._weights = [handle.weight for handle in described.handles]
-        self._reducer = LastingReducer(
-            self._watched,
-            names,
-            types,
-            self.group,
-            self._dtype,
-            self._after_round,
-            self._turns,
-            _WORDS,
-            [partial(ask, weight) for ask in (has_gradient, is_infinite) for weight in self._weights],
-            self._meet,
-        )
+        asked = [partial(ask, weight) for ask in (has_gradient, is_infinite) for weight in self._weights]
+        if self.group.size == 1:
+            self._reducer = LoneReducer(types, self.group, self._after_round, _WORDS, len(asked))
+        else:
+            self._reducer = LastingReducer(
+                self._watched,
+                names,
+                types,
+                self.group,
+                self._dtype,
+                self._after_round,
+                self._turns,
+                _WORDS,
+                asked,
+                self._meet,
+            )
         self._reducer.enabled = self._is_enabled
         self._reducer.says = self._words(leaving=False)
 
@@ -253,6 +257,9 @@ class DenseTraining:
     def step(self, update: Callable[[], None], *, if_finite: bool) -> bool:
         """Take one step on the present gradients; ``update`` lets the wrapped optimizers step. With ``if_finite`` it
         is left out if a gradient is not finite; return whether it was not."""
+        if self._is_armed_alone and self.group.must_meet:
+            self._meet()
+            self._arm()
         reducer = self._armed
         if reducer.was_interrupted:
             raise StateError(
@@ -286,7 +293,8 @@ class DenseTraining:
         self._steps += not self._is_late
         if group.must_meet:
             self._meet()
-        if self._armed.is_outdated and group.rounds_here > 0:
+        # The first round of a group is alike for all, whatever reducer they have, but one that knows of nobody else.
+        if self._armed.is_outdated and (group.rounds_here > 0 or self._is_armed_alone):
             self._arm()
         self._rounds_before = group.rounds
         self._armed.says = self._words(leaving=False)
@@ -379,6 +387,10 @@ class DenseTraining:
         self.group.close()
 
     @property
-    def _armed(self) -> LastingReducer:
+    def _is_armed_alone(self) -> bool:
+        return isinstance(self._reducer, LoneReducer)
+
+    @property
+    def _armed(self) -> LastingReducer | LoneReducer:
         assert self._reducer is not None, "started"
         return self._reducer

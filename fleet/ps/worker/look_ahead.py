@@ -13,7 +13,7 @@ the device.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -90,12 +90,34 @@ class RowsOnDevice:
         torch.index_select(self._rows, 0, slots, out=into)
 
 
+class Places(NamedTuple):
+    """Holds the ids of one table on the device, or on their way there: the distinct ones, for every id its place among
+    them, and all as they were asked for."""
+
+    distinct: torch.Tensor
+    inverse: torch.Tensor
+    ids: torch.Tensor
+
+
+class Prepared(NamedTuple):
+    """Holds what of a batch is known before anything is asked for it, in the order of its tables."""
+
+    wanted: Sequence[Sequence[Wanted]]
+    known: Sequence[Known]
+    #: which of the distinct ids no batch shortly before looks up, where that matters
+    apart: Sequence[Array | None]
+    places: Sequence[Places]
+    #: when these are on the device
+    mark: object
+
+
 class Part(NamedTuple):
     """Says what one batch wants of one table: the rows it has asked for at once, by their positions among the distinct
     ids, and, where rows stay on the device, where all of them are there."""
 
     known: Known
     wanted: Sequence[Wanted]
+    places: Places
     asked: Ids
     slots: Ids | None = None
     #: of those that stayed there, in which batch the first was asked for
@@ -115,6 +137,8 @@ class Coming:
     first: Fetch
     #: what will have changed, where there are versions
     second: Fetch | None
+    #: when what was handed over last will be on the device
+    mark: object
     #: where the rows will be, once the first ones are on their way to the device
     rows: list[torch.Tensor] = field(default_factory=list)
 
@@ -131,9 +155,21 @@ class OnDevice(Prefetched):
     copies: Copies = field(kw_only=True)
     mark: object = field(kw_only=True)
     rows: torch.Tensor = field(kw_only=True)
-    inverse: torch.Tensor = field(kw_only=True)
+    places: Places = field(kw_only=True)
     #: of the oldest of these rows, as their servers had it
     clocks: Mapping[int, ReadAt] = field(kw_only=True)
+
+    def is_of(self, ids: torch.Tensor, training: bool) -> bool:
+        if ids.device != self.copies.device:
+            return super().is_of(ids, training)
+        # The device compares, and what it is asked for does not travel.
+        self._wait()
+        return self.known.training == training and torch.equal(self.places.ids, ids.detach().reshape(-1).long())
+
+    def _wait(self) -> None:
+        if self.mark is not None:
+            self.copies.wait(self.mark, [self.rows, self.places.ids])
+            self.mark = None
 
     def some(self, ids: Ids, read_at: Readings) -> Array | None:  # noqa: ARG002
         return None
@@ -143,8 +179,9 @@ class OnDevice(Prefetched):
             read_at.setdefault((server, self.known.table), clock)
         self.fetch.rows(self.place, read_at)
         if self.made is None:
-            self.copies.wait(self.mark, [self.rows, self.inverse])
-            self.made = Lookup(self.known.distinct, self.rows, self.inverse, self.foreseen)
+            self._wait()
+            distinct, inverse, _ = self.places
+            self.made = Lookup(self.known.distinct, self.rows, inverse, self.foreseen, distinct)
         return self.made
 
 
@@ -179,32 +216,61 @@ class LookAhead:
         #: by table, the distinct ids of the last batches that were foreseen
         self._lately: deque[Mapping[int, Ids]] = deque(maxlen=depth)
 
-    def foresee(self, wanted: Sequence[Wanted], completed: int, steps: int) -> Coming:
+    def prepare(self, wanted: Sequence[Wanted]) -> Prepared:
+        """Find out which rows a batch will look up, and bring its ids to the device. Batches are prepared one after
+        the other, by whatever thread."""
+        by_table = self._reader.by_table(wanted)
+        known = self._reader.distinct([*by_table.values()], keep=True)
+        apart: list[Array | None] = []
+        for each in known:
+            if not self._shares_steps or self._reader.spec(each.table).has_rules:
+                apart.append(None)
+                continue
+            before = [lately[each.table] for lately in self._lately if each.table in lately]
+            apart.append(~among(each.distinct.numpy(), before))
+        self._lately.append({each.table: each.distinct.numpy() for each in known if each.training})
+        places, mark = self._placed(known)
+        return Prepared([*by_table.values()], known, apart, places, mark)
+
+    def _placed(self, known: Sequence[Known]) -> tuple[list[Places], object]:
+        """Begin to copy all ids."""
+        parts = [part for each in known for part in (each.distinct, each.inverse, each.ids)]
+        if not parts:
+            return [], None
+        copies, sizes = self._copies, [len(part) for part in parts]
+        there = copies.empty((sum(sizes),), torch.int64)
+        host = copies.host([part.numpy() for part in parts])
+
+        def work() -> None:
+            there.copy_(host, non_blocking=True)
+
+        mark = copies.run(work)
+        split = iter(there.split_with_sizes(sizes))
+        return [Places(*of_table) for of_table in zip(split, split, split, strict=True)], mark
+
+    def foresee(self, prepared: Prepared, completed: int, steps: int) -> Coming:
         """Ask for what a batch will look up after so many more ``steps``."""
         reader = self._reader
         if self._replaced != reader.replaced:
             self._kept, self._replaced = {}, reader.replaced
-        by_table = reader.by_table(wanted)
-        known = reader.distinct([*by_table.values()], keep=True)
-        is_trained = any(each.training for each in wanted)
+        is_trained = any(each.training for each in prepared.known)
         version = reader.version_after(steps if is_trained else 0)
         parts, first, second = [], [], []
-        for each in known:
+        for each, wanted, apart, places in zip(
+            prepared.known, prepared.wanted, prepared.apart, prepared.places, strict=True
+        ):
             ids = each.distinct.numpy()
             missing, slots, oldest = np.ones(len(ids), np.bool_), None, None
-            if self._shares_steps and version > completed and not reader.spec(each.table).has_rules:
-                missing = ~among(ids, [lately[each.table] for lately in self._lately if each.table in lately])
-                second.append(Query(each.table, ids, each.training, since=completed))
-            elif self._shares_steps and version > completed:
-                missing[:] = False  # rows that come and go change by themselves
+            if self._shares_steps and version > completed:
+                # Rows that come and go change by themselves.
+                missing = np.zeros(len(ids), np.bool_) if apart is None else apart
                 second.append(Query(each.table, ids, each.training, since=completed))
             elif self._most_age is not None and each.training:
                 held, slots, oldest = self._rows_of(each.table).foresee(ids, self._batches, self._batches + steps)
                 missing = ~held
             asked = np.flatnonzero(missing)
             first.append(Query(each.table, ids[asked], each.training))
-            parts.append(Part(each, by_table[each.table], asked, slots, oldest))
-        self._lately.append({each.table: each.distinct.numpy() for each in known if each.training})
+            parts.append(Part(each, wanted, places, asked, slots, oldest))
         # Rows for now, unless they are to be of some version, and there is but one request for them.
         begun = reader.begin(first, completed, completed if second else version)
         try:
@@ -212,7 +278,7 @@ class LookAhead:
         except BaseException:
             begun.abandon()
             raise
-        return Coming(parts, self._batches, version, completed, reader.replaced, begun, changed)
+        return Coming(parts, self._batches, version, completed, reader.replaced, begun, changed, prepared.mark)
 
     def _rows_of(self, table: int) -> RowsOnDevice:
         if table not in self._kept:
@@ -257,6 +323,7 @@ class LookAhead:
         if self._most_age is not None:
             self._note_clocks(coming)
         coming.rows = [torch.empty(0)] * len(coming.parts)
+        work: list[Callable[[], None]] = []
         for places, sizes in self._runs(coming.parts):
             spec = self._reader.spec(coming.parts[places[0]].known.table)
             memory = copies.empty((sum(sizes), spec.dim), getattr(torch, spec.dtype))
@@ -265,10 +332,11 @@ class LookAhead:
             if coming.parts[places[0]].slots is None:
                 offsets = np.cumsum([0, *sizes[:-1]]).tolist()
                 at = [offset + coming.parts[place].asked for place, offset in zip(places, offsets, strict=True)]
-                self._write(memory, at, [coming.first.rows(place, ignored) for place in places])
+                work += self._writing(memory, at, [coming.first.rows(place, ignored) for place in places])
                 continue
             for place, rows in zip(places, memory.split_with_sizes(sizes), strict=True):
-                self._exchange(coming.parts[place], coming.first.rows(place, ignored), rows)
+                work.append(self._exchanging(coming.parts[place], coming.first.rows(place, ignored), rows))
+        self._do(coming, work)
 
     def _note_clocks(self, coming: Coming) -> None:
         """Note how old what was asked for is, as later batches may use it, too."""
@@ -281,31 +349,37 @@ class LookAhead:
         for number in [each for each in self._clocks if each < self._batches - self._most_age - self._depth]:
             del self._clocks[number]
 
-    def _write(self, memory: torch.Tensor, at: Sequence[Ids], rows: Sequence[Array]) -> None:
-        copies = self._copies
-        places = copies.host(torch.from_numpy(np.concatenate(at)))
-        values = copies.host(torch.from_numpy(np.concatenate(rows)))
+    def _do(self, coming: Coming, work: Sequence[Callable[[], None]]) -> None:
+        """Hand all of this over at once, as each time costs something."""
+
+        def all_of_it() -> None:
+            for each in work:
+                each()
+
+        if work:
+            coming.mark = self._copies.run(all_of_it)
+
+    def _writing(self, memory: torch.Tensor, at: Sequence[Ids], rows: Sequence[Array]) -> list[Callable[[], None]]:
+        """Return what writes rows to their places, if there are any."""
+        places, values = self._copies.host(at), self._copies.host(rows)
 
         def work() -> None:
             here = places.to(memory.device, non_blocking=True)
             memory.index_copy_(0, here, values.to(memory.device, non_blocking=True))
 
-        if len(places):
-            copies.run(work)
+        return [work] if len(places) else []
 
-    def _exchange(self, part: Part, rows: Array, into: torch.Tensor) -> None:
-        """Let new rows of a table stay on the device, and take those of a batch from what stays there."""
+    def _exchanging(self, part: Part, rows: Array, into: torch.Tensor) -> Callable[[], None]:
+        """Return what lets new rows of a table stay on the device, and takes those of a batch from what stays there."""
         assert part.slots is not None
         copies, kept = self._copies, self._kept[part.known.table]
-        slots = copies.host(torch.from_numpy(part.slots))
-        fresh = copies.host(torch.from_numpy(part.slots[part.asked]))
-        values = copies.host(torch.from_numpy(rows))
+        slots, fresh, values = copies.host([part.slots]), copies.host([part.slots[part.asked]]), copies.host([rows])
 
         def work() -> None:
             kept.enter(fresh.to(into.device, non_blocking=True), values.to(into.device, non_blocking=True))
             kept.read(slots.to(into.device, non_blocking=True), into)
 
-        copies.run(work)
+        return work
 
     def _copy_second(self, coming: Coming, second: Fetch, completed: int) -> None:
         """Copy what has changed, and what has not though it was expected to: nothing was asked for of that."""
@@ -328,12 +402,14 @@ class LookAhead:
             for (place, rest), rows in zip(where, asked_now, strict=True):
                 written[place].append((rest, rows))
         with self._copying:
+            work: list[Callable[[], None]] = []
             for places, sizes in self._runs(coming.parts):
                 memory = _together([coming.rows[place] for place in places])
                 found: list[tuple[Ids, Array]] = []
                 for place, offset in zip(places, np.cumsum([0, *sizes[:-1]]).tolist(), strict=True):
                     found += [(offset + at, rows) for at, rows in written[place]]
-                self._write(memory, [at for at, _ in found], [rows for _, rows in found])
+                work += self._writing(memory, [at for at, _ in found], [rows for _, rows in found])
+            self._do(coming, work)
 
     def _runs(self, parts: Sequence[Part]) -> Iterable[tuple[list[int], list[int]]]:
         """Yield the places of tables whose rows lie in one piece of memory, and how many rows each has."""
@@ -348,18 +424,9 @@ class LookAhead:
     # ---------------------------------------------------------------- what forwards find
 
     def _offered(self, coming: Coming) -> dict[int, Prefetched]:
-        copies = self._copies
-        lengths = [len(part.known.inverse) for part in coming.parts]
-        inverse = copies.empty((sum(lengths),), torch.int64)
-        host = copies.host(torch.cat([part.known.inverse for part in coming.parts]))
-
-        def work() -> None:
-            inverse.copy_(host, non_blocking=True)
-
-        mark = copies.run(work)
         offered: dict[int, Prefetched] = {}
         moved: dict[int, Sequence[Wanted]] = {}
-        for place, (part, places) in enumerate(zip(coming.parts, inverse.split_with_sizes(lengths), strict=True)):
+        for place, part in enumerate(coming.parts):
             table, clocks = part.known.table, dict[int, ReadAt]()
             if part.oldest is not None:
                 clocks = self._clocks.get(part.oldest, {}).get(table, {})
@@ -373,15 +440,15 @@ class LookAhead:
                 coming.completed,
                 coming.replaced,
                 part.wanted,
-                copies=copies,
-                mark=mark,
+                copies=self._copies,
+                mark=coming.mark,
                 rows=coming.rows[place],
-                inverse=places,
+                places=part.places,
                 clocks=clocks,
             )
             if len(part.wanted) == 1:  # as it will ask if the model is on the device
                 (only,) = part.wanted
-                moved[table] = [only._replace(ids=places.view(only.ids.shape))]
+                moved[table] = [only._replace(ids=part.places.inverse.view(only.ids.shape))]
         self._reader.expand_together(moved, offered)
         return offered
 

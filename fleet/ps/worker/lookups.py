@@ -222,7 +222,7 @@ class Prefetched:
 
     def is_of(self, ids: torch.Tensor, training: bool) -> bool:
         """Say whether these very ids were asked for, or are held."""
-        return self.known.training == training and torch.equal(self.known.ids, ids)
+        return self.known.training == training and torch.equal(self.known.ids, flat(ids))
 
     def some(self, ids: Ids, read_at: Readings) -> Array | None:
         """Return the rows of distinct ids, if all of them were asked for."""
@@ -280,7 +280,7 @@ class RowReader:
         fresh: list[Wanted] = []
         for place, each in enumerate(wanted):
             ahead = self._ahead_of(self._tables[id(each.handle)])
-            if ahead is None or not ahead.is_of(_flat(each.ids), each.training):
+            if ahead is None or not ahead.is_of(each.ids, each.training):
                 fresh.append(each)
                 rest.append((place, None))
             elif held is None and ahead.has_all and self._is_current(ahead, completed):
@@ -331,9 +331,9 @@ class RowReader:
         With ``keep`` the ids are a copy, which stays as it is."""
         if not by_table:
             return []
-        flat = [[_flat(each.ids) for each in same] for same in by_table]
-        sizes = [sum([ids.numel() for ids in each]) for each in flat]
-        parts = [part for each in flat for part in each]
+        of_each = [[flat(each.ids) for each in same] for same in by_table]
+        sizes = [sum([ids.numel() for ids in each]) for each in of_each]
+        parts = [part for each in of_each for part in each]
         ids = parts[0] if len(parts) == 1 and not keep else torch.cat(parts)
         found = unique_each(ids.numpy(), np.cumsum(sizes))
         stops = found.stops.tolist()
@@ -477,7 +477,7 @@ class RowReader:
         there = self._innermost(index)
         if there is not None and there.memory is not None and there.memory == _memory(same):
             return True  # if somebody has changed the ids behind torch's back, the look-up will see it
-        return there is not None and there.is_of(torch.cat([_flat(each.ids) for each in same]), same[0].training)
+        return there is not None and there.is_of(torch.cat([flat(each.ids) for each in same]), same[0].training)
 
     def expand_together(self, by_table: Mapping[int, Sequence[Wanted]], begun: Mapping[int, Prefetched]) -> None:
         """Let rows of tables that are looked up once each be expanded together, but for look-ups that are weighed:
@@ -585,7 +585,8 @@ def _memory(wanted: Sequence[Wanted]) -> Memory | None:
     return ids.data_ptr(), ids._version, ids.dtype, ids.shape, ids.stride(), wanted[0].training
 
 
-def _flat(ids: torch.Tensor) -> torch.Tensor:
+def flat(ids: torch.Tensor) -> torch.Tensor:
+    """Return ids one after the other, as numbers of 64 bits on the CPU."""
     ids = ids.detach()
     if ids.dtype is not torch.int64 or not ids.is_cpu:
         ids = ids.to("cpu", torch.int64)
@@ -601,5 +602,5 @@ def _size(part: Part) -> int:
 
 
 def _bounds(ids: torch.Tensor) -> tuple[int, int]:
-    low, high = _flat(ids).aminmax()
+    low, high = flat(ids).aminmax()
     return int(low), int(high)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeAlias, TypeVar
 
 from fleet.errors import ArgumentTypeError, ConfigurationError, UnsupportedError
@@ -12,7 +13,7 @@ from fleet.nn import EmbeddingGroup, embedding
 from fleet.nn.embedding import is_remote
 from fleet.nn.handle import Wanted
 from fleet.numeric.device_copies import copies_to
-from fleet.ps.worker.look_ahead import Coming
+from fleet.ps.worker.look_ahead import Coming, Prepared
 from fleet.ps.worker.lookups import Prefetched
 from fleet.ps.worker.runtime import WorkerRuntime
 
@@ -22,8 +23,8 @@ _WORTH, _MOST = 0.05, 16
 _WINDOW, _REST = 16, 64
 #: To ask twice as far ahead has to shorten a wait to this part at least.
 _SHORTER = 0.8
-#: Of rows for a device, some are copied while others are on their way.
-_FOR_A_DEVICE = 2
+#: Of rows for a device, some are copied while others are on their way; and so many batches after these are prepared.
+_FOR_A_DEVICE, _PREPARED = 2, 1
 
 Batch = TypeVar("Batch")
 LookedUp: TypeAlias = Callable[[Batch], Mapping[Any, Any]]
@@ -176,12 +177,21 @@ def _brought(
     """Yield batches whose rows are on the device."""
     look_ahead = worker.look_ahead(copies_to(device), depth, staleness)
     coming = iter(batches)
+    preparing: deque[tuple[Batch, Future[Prepared]]] = deque()
     queue: deque[tuple[Batch, Coming]] = deque()
+    # Which rows a batch looks up is found out while the ones before it are computed, by compiled code for the most part.
+    preparer = ThreadPoolExecutor(1, "fleet-look-ahead")
     try:
         while True:
+            worker.turns.refuse_fork("prefetch()")  # which has no thread to prepare anything
             asked_before = len(queue)
-            for batch, wanted in _foreseen(worker, coming, lookup, depth, queue):
-                queue.append((batch, worker.foresee(look_ahead, wanted, len(queue))))
+            while len(queue) <= depth:
+                for batch, wanted in _foreseen(worker, coming, lookup, _PREPARED, preparing):
+                    preparing.append((batch, preparer.submit(look_ahead.prepare, _on_the_cpu(wanted))))
+                if not preparing:
+                    break
+                batch, prepared = preparing.popleft()
+                queue.append((batch, worker.foresee(look_ahead, prepared.result(), len(queue))))
             if not queue:
                 return
             batch, first = queue.popleft()
@@ -193,6 +203,12 @@ def _brought(
             worker.offer({})
             for _, each in queue:
                 each.abandon()
+            preparer.shutdown(cancel_futures=True)
+
+
+def _on_the_cpu(wanted: Sequence[Wanted]) -> Sequence[Wanted]:
+    """Return the same with ids that another thread need not wait for."""
+    return [each if each.ids.is_cpu else each._replace(ids=each.ids.cpu()) for each in wanted]
 
 
 def _foreseen(

@@ -43,7 +43,7 @@ from fleet.ps.worker.edits import Edits
 from fleet.ps.worker.forked_lookup import ForkedReader
 from fleet.ps.worker.geo_replica import GeoTraining, Replica
 from fleet.ps.worker.handshake import check_loads, join
-from fleet.ps.worker.look_ahead import Coming, LookAhead
+from fleet.ps.worker.look_ahead import Coming, LookAhead, Prepared
 from fleet.ps.worker.lookup_prediction import LookupPrediction
 from fleet.ps.worker.lookups import Prefetched, RowReader
 from fleet.ps.worker.new_servers import Hop, Move, WayAhead, refuse_if_moved, take_leave, tell_those_between
@@ -639,15 +639,15 @@ class WorkerRuntime:
         figures, shares_steps = self.figures, self.policy.shares_steps
         return LookAhead(self.rows, copies, depth, most_age, figures.pull, figures.copy, shares_steps=shares_steps)
 
-    def foresee(self, look_ahead: LookAhead, wanted: Sequence[Wanted], steps: int) -> Coming:
+    def foresee(self, look_ahead: LookAhead, prepared: Prepared, steps: int) -> Coming:
         """Begin to bring to a device what a forward will ask for after so many more ``steps``."""
         with self.turns:
             self.finish_interrupted("prefetch()")
 
             def begin() -> Coming:
-                self._send_edits_of(each.handle for each in wanted)
+                self._send_edits_of(each.handle for same in prepared.wanted for each in same)
                 with self.figures.pull:
-                    return look_ahead.foresee(wanted, self.progress.completed, steps)
+                    return look_ahead.foresee(prepared, self.progress.completed, steps)
 
             return self.following(begin)
 

@@ -6,7 +6,7 @@ half-asynchronous mode makes one push of several steps. In the asynchronous mode
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -16,7 +16,8 @@ import torch
 
 from fleet.base.settings import CommunicatorSettings
 from fleet.errors import NonFiniteGradientError, UnsupportedError
-from fleet.nn.handle import TableHandle
+from fleet.nn.handle import GradientRows
+from fleet.numeric.device_copies import on_the_cpu
 from fleet.numeric.jit import Array, Ids
 from fleet.ps.consistency.policy import Policy
 from fleet.ps.wire.frame import Frame
@@ -89,6 +90,10 @@ class UserGradients:
             else self._flat(place, grad)
             for place, grad in enumerate(grads)
         ]
+        away = [place for place, grad in enumerate(flat) if grad is not None and not grad.is_cpu]
+        if away:
+            for place, here in zip(away, on_the_cpu([flat[place] for place in away]), strict=True):  # type: ignore[misc]
+                flat[place] = here
         if self.check_finite:
             for index, grad in enumerate(flat):
                 if grad is not None and not bool(torch.isfinite(grad).all()):
@@ -101,29 +106,32 @@ class UserGradients:
                 f"the gradient of {self._name(index)} is sparse",
                 todo="Hand the model to distributed_optimizer(…, model=…), so that its sparse tables go remote.",
             )
-        return grad.reshape(-1).to("cpu")
+        return grad.reshape(-1)
 
     def rows(self) -> dict[int, Rows]:
         """Return, for every table that was used, distinct ids and the gradients of their rows."""
         rows: dict[int, Rows] = {}
-        for index, handle in enumerate(self._trained.description.handles):
-            found = self._gradients_of(handle)
-            if found is None:
-                continue
-            ids, grads = found
+        handles = self._trained.description.handles
+        found = {index: gradient for index, handle in enumerate(handles) if (gradient := handle.gradient()) is not None}
+        for index, gradient in zip(found, self._here(found.values()), strict=True):
+            ids, grads = gradient.merged()
             if self.check_finite and not np.isfinite(grads).all():
                 got = f"id {ids[~np.isfinite(grads).all(axis=1)][0]}"
-                raise self._not_finite(f"the gradient of a row of {handle.name!r}", got)
+                raise self._not_finite(f"the gradient of a row of {handles[index].name!r}", got)
             rows[index] = (ids, grads)
         return rows
 
-    def _gradients_of(self, handle: TableHandle) -> tuple[Ids, Array] | None:
-        device = handle.weight.device
-        if device.type != "cuda":
-            return handle.gradients()
-        torch.cuda.current_stream(device).synchronize()  # the device still computes, which is no copy
+    def _here(self, gradients: Collection[GradientRows]) -> list[GradientRows]:
+        """Return the same gradients on the CPU."""
+        devices = {each.rows.device for each in gradients if not each.rows.is_cpu}
+        if not devices:
+            return [*gradients]
+        for device in devices:
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()  # the device still computes, which is no copy
         with self._copying:
-            return handle.gradients()
+            copied = iter(on_the_cpu([tensor for each in gradients for tensor in each[:2]]))
+        return [GradientRows(ids, rows, each.once) for each, ids, rows in zip(gradients, copied, copied, strict=True)]
 
     def weights(self, rows: Mapping[int, Rows]) -> dict[int, Array]:
         """Return how much the look-ups count that are behind these rows, for the tables whose rules ask for it."""
