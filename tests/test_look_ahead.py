@@ -25,6 +25,7 @@ from fleet.nn.handle import Found, TableHandle
 from fleet.numeric.jit import Array
 from fleet.ps.server.recent_changes import MOST_ROUNDS, RecentChanges
 from fleet.ps.table.shard import Contribution
+from fleet.ps.worker import look_ahead as looking_ahead
 from fleet.ps.worker import prefetch as prefetching
 from fleet.ps.worker.look_ahead import RowsOnDevice
 
@@ -61,6 +62,7 @@ class LateCopies:
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefetching, "copies_to", lambda device: LateCopies())
+    monkeypatch.setattr(looking_ahead, "WIDE", 0)
 
 
 def ahead(depth: int, staleness: int | None = None, device: str = "cpu") -> Batches:
@@ -92,6 +94,16 @@ def test_synchronous_training_is_the_same_to_the_bit(dense: Any, depth: int, wor
         train(sync(dense=dense), iterate, workers=workers, servers=servers) for iterate in (ahead(depth), plainly)
     )
     same(got, expected)
+
+
+@pytest.mark.usefixtures("late")
+@pytest.mark.parametrize(("workers", "servers"), [(1, 1), (2, 2)])
+def test_narrow_rows_are_asked_for_once(monkeypatch: pytest.MonkeyPatch, workers: int, servers: int) -> None:
+    monkeypatch.setattr(looking_ahead, "WIDE", 256)
+    network = Watched("pull")
+    got = train(None, ahead(2), workers=workers, servers=servers, network=network)
+    same(got, train(None, plainly, workers=workers, servers=servers))
+    assert not any(request.message.pull.since for request, _ in network.seen)
 
 
 @pytest.mark.usefixtures("late")
@@ -150,9 +162,11 @@ def test_rows_that_come_and_go_are_the_same() -> None:
     assert iterate(True) == iterate(False)
 
 
-def test_what_nobody_waited_for_holds_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("wide", [0, looking_ahead.WIDE])
+def test_what_nobody_waited_for_holds_no_number(monkeypatch: pytest.MonkeyPatch, wide: int) -> None:
     """Else these tests would not see a wait that is missing."""
     monkeypatch.setattr(prefetching, "copies_to", lambda device: LateCopies())
+    monkeypatch.setattr(looking_ahead, "WIDE", wide)
     patient = LateCopies.wait
     monkeypatch.setattr(LateCopies, "wait", lambda self, mark, used: patient(self, mark - 1, used))
     (got,) = train(None, ahead(2), workers=1)

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
@@ -34,11 +35,15 @@ from fleet.ps.worker.progress import ReadAt, Readings
 #: Places for so many rows are made at once, at least.
 _FEWEST = 1 << 10
 
+#: Rows of more bytes than this are asked for twice: at once, and for what has changed. Narrower ones are asked for as
+#: their forward wants them, since what the second request costs is more than its answer lacks (benchmarks/RESULTS.md).
+WIDE = 256
+
 
 class RowsOnDevice:
     """Keeps rows of one table on the device, each until it is too old for every batch to come.
 
-    What is kept is decided when a batch is foreseen, and written and read when it comes; both happen in the order of
+    What is kept is decided when a batch is prepared, and written and read when it comes; both happen in the order of
     the batches, so a place may be given to another row as soon as nobody decides for the first one any more.
     """
 
@@ -99,16 +104,31 @@ class Places(NamedTuple):
     ids: torch.Tensor
 
 
+class Kept(NamedTuple):
+    """Says which rows of one table a batch finds on the device, where all of them are when it comes, and in which batch
+    the first of those that it finds was asked for."""
+
+    rows: RowsOnDevice
+    held: Array
+    slots: Ids
+    oldest: int | None
+
+
 class Prepared(NamedTuple):
     """Holds what of a batch is known before anything is asked for it, in the order of its tables."""
 
     wanted: Sequence[Sequence[Wanted]]
     known: Sequence[Known]
-    #: which of the distinct ids no batch shortly before looks up, where that matters
-    apart: Sequence[Array | None]
     places: Sequence[Places]
     #: when these are on the device
     mark: object
+    #: the batch that will be under way when rows are asked for, and how often values had been replaced when it was
+    #: found out what stays on the device
+    asked_at: int
+    replaced: int
+    kept: Sequence[Kept | None]
+    #: which of the distinct ids no batch shortly before looks up; None where it is not worth asking for these alone
+    apart: Sequence[Array] | None
 
 
 class Part(NamedTuple):
@@ -119,9 +139,7 @@ class Part(NamedTuple):
     wanted: Sequence[Wanted]
     places: Places
     asked: Ids
-    slots: Ids | None = None
-    #: of those that stayed there, in which batch the first was asked for
-    oldest: int | None = None
+    kept: Kept | None = None
 
 
 @dataclass
@@ -210,10 +228,11 @@ class LookAhead:
         self._shares_steps = shares_steps
         self._kept: dict[int, RowsOnDevice] = {}
         self._replaced = reader.replaced
-        self._batches = 0
+        #: how many batches were prepared, and how many have come
+        self._prepared = self._batches = 0
         #: by batch in which rows were asked for, and by table: the clocks of the servers
         self._clocks: dict[int, dict[int, dict[int, ReadAt]]] = {}
-        #: by table, the distinct ids of the last batches that were foreseen
+        #: by table, the distinct ids of the last batches that were prepared
         self._lately: deque[Mapping[int, Ids]] = deque(maxlen=depth)
 
     def prepare(self, wanted: Sequence[Wanted]) -> Prepared:
@@ -221,16 +240,39 @@ class LookAhead:
         the other, by whatever thread."""
         by_table = self._reader.by_table(wanted)
         known = self._reader.distinct([*by_table.values()], keep=True)
-        apart: list[Array | None] = []
-        for each in known:
-            if not self._shares_steps or self._reader.spec(each.table).has_rules:
-                apart.append(None)
-                continue
-            before = [lately[each.table] for lately in self._lately if each.table in lately]
-            apart.append(~among(each.distinct.numpy(), before))
-        self._lately.append({each.table: each.distinct.numpy() for each in known if each.training})
         places, mark = self._placed(known)
-        return Prepared([*by_table.values()], known, apart, places, mark)
+        batch, replaced = self._prepared, self._reader.replaced
+        self._prepared += 1
+        if self._replaced != replaced:
+            self._kept, self._replaced = {}, replaced
+        asked_at = max(0, batch - self._depth)
+        kept = [self._keep(each, asked_at, batch) for each in known]
+        apart = [self._apart(each) for each in known] if self._shares_steps and self._is_wide(known) else None
+        self._lately.append({each.table: each.distinct.numpy() for each in known if each.training})
+        return Prepared([*by_table.values()], known, places, mark, asked_at, replaced, kept, apart)
+
+    def _is_wide(self, known: Sequence[Known]) -> bool:
+        """Say whether rows are so wide that to ask for some of them earlier pays."""
+        counts = [len(each.distinct) for each in known]
+        specs = [self._reader.spec(each.table) for each in known]
+        total = sum(count * np.dtype(spec.dtype).itemsize * spec.dim for count, spec in zip(counts, specs, strict=True))
+        return total > WIDE * sum(counts)
+
+    def _apart(self, known: Known) -> Array:
+        """Say which rows no batch shortly before looks up: not those that come and go, which change by themselves."""
+        if self._reader.spec(known.table).has_rules:
+            return np.zeros(len(known.distinct), np.bool_)
+        before = [lately[known.table] for lately in self._lately if known.table in lately]
+        return ~among(known.distinct.numpy(), before)
+
+    def _keep(self, known: Known, asked_at: int, batch: int) -> Kept | None:
+        if self._most_age is None or not known.training:
+            return None
+        if known.table not in self._kept:
+            spec = self._reader.spec(known.table)
+            self._kept[known.table] = RowsOnDevice(self._copies, spec.dim, getattr(torch, spec.dtype), self._most_age)
+        rows = self._kept[known.table]
+        return Kept(rows, *rows.foresee(known.distinct.numpy(), asked_at, batch))
 
     def _placed(self, known: Sequence[Known]) -> tuple[list[Places], object]:
         """Begin to copy all ids."""
@@ -251,26 +293,24 @@ class LookAhead:
     def foresee(self, prepared: Prepared, completed: int, steps: int) -> Coming:
         """Ask for what a batch will look up after so many more ``steps``."""
         reader = self._reader
-        if self._replaced != reader.replaced:
-            self._kept, self._replaced = {}, reader.replaced
         is_trained = any(each.training for each in prepared.known)
         version = reader.version_after(steps if is_trained else 0)
+        apart = prepared.apart if version > completed else None
         parts, first, second = [], [], []
-        for each, wanted, apart, places in zip(
-            prepared.known, prepared.wanted, prepared.apart, prepared.places, strict=True
+        for place, (each, wanted, places) in enumerate(
+            zip(prepared.known, prepared.wanted, prepared.places, strict=True)
         ):
             ids = each.distinct.numpy()
-            missing, slots, oldest = np.ones(len(ids), np.bool_), None, None
-            if self._shares_steps and version > completed:
-                # Rows that come and go change by themselves.
-                missing = np.zeros(len(ids), np.bool_) if apart is None else apart
+            # Without its rows the device is as if this batch was not: others have been told of other values since.
+            kept = prepared.kept[place] if prepared.replaced == reader.replaced else None
+            asked = np.arange(len(ids))
+            if apart is not None:
+                asked = np.flatnonzero(apart[place])
                 second.append(Query(each.table, ids, each.training, since=completed))
-            elif self._most_age is not None and each.training:
-                held, slots, oldest = self._rows_of(each.table).foresee(ids, self._batches, self._batches + steps)
-                missing = ~held
-            asked = np.flatnonzero(missing)
+            elif kept is not None:
+                asked = np.flatnonzero(~kept.held)
             first.append(Query(each.table, ids[asked], each.training))
-            parts.append(Part(each, wanted, places, asked, slots, oldest))
+            parts.append(Part(each, wanted, places, asked, kept))
         # Rows for now, unless they are to be of some version, and there is but one request for them.
         begun = reader.begin(first, completed, completed if second else version)
         try:
@@ -278,14 +318,7 @@ class LookAhead:
         except BaseException:
             begun.abandon()
             raise
-        return Coming(parts, self._batches, version, completed, reader.replaced, begun, changed, prepared.mark)
-
-    def _rows_of(self, table: int) -> RowsOnDevice:
-        if table not in self._kept:
-            assert self._most_age is not None
-            spec = self._reader.spec(table)
-            self._kept[table] = RowsOnDevice(self._copies, spec.dim, getattr(torch, spec.dtype), self._most_age)
-        return self._kept[table]
+        return Coming(parts, prepared.asked_at, version, completed, reader.replaced, begun, changed, prepared.mark)
 
     def bring(self, coming: Coming) -> None:
         """Begin to copy what was asked for at once, unless that is of no use any more."""
@@ -323,19 +356,22 @@ class LookAhead:
         if self._most_age is not None:
             self._note_clocks(coming)
         coming.rows = [torch.empty(0)] * len(coming.parts)
-        work: list[Callable[[], None]] = []
+        work: list[Callable[[], object]] = []
         for places, sizes in self._runs(coming.parts):
             spec = self._reader.spec(coming.parts[places[0]].known.table)
             memory = copies.empty((sum(sizes), spec.dim), getattr(torch, spec.dtype))
             for place, rows in zip(places, memory.split_with_sizes(sizes), strict=True):
                 coming.rows[place] = rows
-            if coming.parts[places[0]].slots is None:
+            if coming.parts[places[0]].kept is None:
                 offsets = np.cumsum([0, *sizes[:-1]]).tolist()
                 at = [offset + coming.parts[place].asked for place, offset in zip(places, offsets, strict=True)]
-                work += self._writing(memory, at, [coming.first.rows(place, ignored) for place in places])
+                arrived = [coming.first.rows(place, ignored) for place in places]
+                work += self._writing(memory, at, arrived, is_ascending=True)
                 continue
             for place, rows in zip(places, memory.split_with_sizes(sizes), strict=True):
-                work.append(self._exchanging(coming.parts[place], coming.first.rows(place, ignored), rows))
+                part = coming.parts[place]
+                assert part.kept is not None, "which is what a run has in common"
+                work.append(self._exchanging(part.kept, part.asked, coming.first.rows(place, ignored), rows))
         self._do(coming, work)
 
     def _note_clocks(self, coming: Coming) -> None:
@@ -349,7 +385,7 @@ class LookAhead:
         for number in [each for each in self._clocks if each < self._batches - self._most_age - self._depth]:
             del self._clocks[number]
 
-    def _do(self, coming: Coming, work: Sequence[Callable[[], None]]) -> None:
+    def _do(self, coming: Coming, work: Sequence[Callable[[], object]]) -> None:
         """Hand all of this over at once, as each time costs something."""
 
         def all_of_it() -> None:
@@ -359,25 +395,33 @@ class LookAhead:
         if work:
             coming.mark = self._copies.run(all_of_it)
 
-    def _writing(self, memory: torch.Tensor, at: Sequence[Ids], rows: Sequence[Array]) -> list[Callable[[], None]]:
-        """Return what writes rows to their places, if there are any."""
-        places, values = self._copies.host(at), self._copies.host(rows)
+    def _writing(
+        self, memory: torch.Tensor, at: Sequence[Ids], rows: Sequence[Array], *, is_ascending: bool = False
+    ) -> list[Callable[[], object]]:
+        """Return what writes rows to their places, which are distinct, if there are any."""
+        count = sum(map(len, at))
+        if not count:
+            return []
+        values = self._copies.host(rows)
+        if is_ascending and count == len(memory):  # all places there are
+            return [partial(memory.copy_, values, non_blocking=True)]
+        places = self._copies.host(at)
 
         def work() -> None:
             here = places.to(memory.device, non_blocking=True)
             memory.index_copy_(0, here, values.to(memory.device, non_blocking=True))
 
-        return [work] if len(places) else []
+        return [work]
 
-    def _exchanging(self, part: Part, rows: Array, into: torch.Tensor) -> Callable[[], None]:
+    def _exchanging(self, kept: Kept, asked: Ids, rows: Array, into: torch.Tensor) -> Callable[[], None]:
         """Return what lets new rows of a table stay on the device, and takes those of a batch from what stays there."""
-        assert part.slots is not None
-        copies, kept = self._copies, self._kept[part.known.table]
-        slots, fresh, values = copies.host([part.slots]), copies.host([part.slots[part.asked]]), copies.host([rows])
+        copies = self._copies
+        slots, values = copies.host([kept.slots[asked], kept.slots]), copies.host([rows])
 
         def work() -> None:
-            kept.enter(fresh.to(into.device, non_blocking=True), values.to(into.device, non_blocking=True))
-            kept.read(slots.to(into.device, non_blocking=True), into)
+            fresh, wanted = slots.to(into.device, non_blocking=True).split_with_sizes([len(asked), len(kept.slots)])
+            kept.rows.enter(fresh, values.to(into.device, non_blocking=True))
+            kept.rows.read(wanted, into)
 
         return work
 
@@ -402,7 +446,7 @@ class LookAhead:
             for (place, rest), rows in zip(where, asked_now, strict=True):
                 written[place].append((rest, rows))
         with self._copying:
-            work: list[Callable[[], None]] = []
+            work: list[Callable[[], object]] = []
             for places, sizes in self._runs(coming.parts):
                 memory = _together([coming.rows[place] for place in places])
                 found: list[tuple[Ids, Array]] = []
@@ -416,7 +460,7 @@ class LookAhead:
         kinds = []
         for place, part in enumerate(parts):
             spec = self._reader.spec(part.known.table)
-            kinds.append((spec.dim, spec.dtype, part.slots is None, place))
+            kinds.append((spec.dim, spec.dtype, part.kept is None, place))
         for _, run in groupby(sorted(kinds), itemgetter(0, 1, 2)):
             places = [place for *_, place in run]
             yield places, [len(parts[place].known.distinct) for place in places]
@@ -428,8 +472,8 @@ class LookAhead:
         moved: dict[int, Sequence[Wanted]] = {}
         for place, part in enumerate(coming.parts):
             table, clocks = part.known.table, dict[int, ReadAt]()
-            if part.oldest is not None:
-                clocks = self._clocks.get(part.oldest, {}).get(table, {})
+            if part.kept is not None and part.kept.oldest is not None:
+                clocks = self._clocks.get(part.kept.oldest, {}).get(table, {})
             offered[table] = OnDevice(
                 part.known,
                 part.asked,
