@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -21,7 +21,7 @@ from fleet.errors import FleetError, ProtocolError
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.ps.wire.transport import Channel, Handler, Listener, Respond
-from fleet.ps.worker import communicator
+from fleet.ps.worker import communicator, step
 from fleet.ps.worker.communicator import Communicator
 from fleet.ps.worker.gradient_merge import GradientMerge
 from fleet.ps.worker.push import Clocks, Gradients
@@ -200,7 +200,7 @@ class Sent:
         )
 
     def put(self, number: int) -> None:
-        self.communicator.put(Gradients((), {}, Clocks(), (), number))
+        self.communicator.put(lambda: Gradients((), {}, Clocks(), (), number))
 
     def close(self) -> None:
         self.communicator.end()
@@ -425,6 +425,58 @@ def test_gradients_are_taken_as_they_were_at_the_step(zeroed: bool) -> None:
         settles_at(weight, optimizer, -4.0)
 
     run_job(body, 1, 1, network=network)
+
+
+class LateReading:
+    """Stands for a device whose gradients are copied when somebody waits for them, and hold no number before."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.waits: list[str] = []
+        monkeypatch.setattr(step, "is_away", lambda tensor: True)
+        monkeypatch.setattr(step, "bring", self._bring)
+
+    def _bring(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Callable[[], None]]:
+        now = [each.detach().clone() for each in tensors]  # what comes after this on a device changes no copy
+        copies = [torch.full_like(each, float("nan") if each.is_floating_point() else -1) for each in now]
+
+        def wait() -> None:
+            self.waits.append(threading.current_thread().name)
+            for copy, values in zip(copies, now, strict=True):
+                copy.copy_(values)
+
+        return copies, wait
+
+
+@pytest.mark.parametrize("dense", ["servers", "all_reduce"])
+@pytest.mark.parametrize("checked", [False, True])
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_gradients_of_a_device_are_awaited_behind_the_users_back(
+    monkeypatch: pytest.MonkeyPatch, set_to_none: bool, checked: bool, dense: Any
+) -> None:
+    late = LateReading(monkeypatch)
+
+    def body(fleet_: Fleet, worker: int) -> tuple[list[float], list[float]]:
+        weight = torch.nn.Parameter(torch.zeros(2, 3))
+        table = fleet.nn.Embedding(None, 2, initializer="zeros", padding_idx=7)
+        strategy = StrategyFactory.create_async_strategy(check_finite=checked, dense=dense)
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD([weight, *table.parameters()], lr=1.0), strategy)
+        fleet_.init_worker()
+        for _ in range(10):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            (weight.sum() + table(torch.tensor([5, 7, 5])).sum() + table(torch.tensor([6])).sum()).backward()
+            optimizer.step()
+            with torch.no_grad():
+                weight.grad.fill_(100)  # type: ignore[union-attr]
+        fleet_.barrier_worker()
+        state = fleet_.state_dict(torch.nn.ParameterDict({"weight": weight}))
+        return state["weight"].flatten().tolist(), table(torch.tensor([5, 6])).flatten().tolist()
+
+    ((weights, rows),) = run_job(body, 1, 2)
+    assert weights == [-10.0] * 6
+    assert rows == [-20.0] * 2 + [-10.0] * 2
+    behind = [name for name in late.waits if name.startswith("fleet-send")]
+    assert len(behind) == (0 if checked else len(late.waits))
+    assert late.waits
 
 
 def test_a_failure_behind_the_users_back_is_raised_in_the_next_step() -> None:

@@ -102,22 +102,39 @@ class CudaCopies:
             each.record_stream(here)  # else its memory could be another copy's before this stream is through with it
 
 
+def is_away(tensor: torch.Tensor) -> bool:
+    """Say whether the CPU cannot read a tensor."""
+    return not tensor.is_cpu
+
+
+def await_all(device: torch.device) -> None:
+    """Wait until a device has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
 @torch.no_grad()
-def on_the_cpu(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return tensors where the CPU can read them, all of a device after one wait."""
-    found, awaited = [], set[torch.device]()
+def bring(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Callable[[], None]]:
+    """Begin to copy tensors to where the CPU can read them, in the order of what their devices do; return the copies,
+    and what waits for them. What is there already stays where it is."""
+    found, marks = [], dict[torch.device, Any]()
     for each in tensors:
         here = each
         if each.device.type == "cuda":
             here = torch.empty(each.shape, dtype=each.dtype, pin_memory=True)
             here.copy_(each, non_blocking=True)
-            awaited.add(each.device)
+            marks[each.device] = torch.cuda.Event()  # type: ignore[no-untyped-call]
         elif not each.is_cpu:
             here = each.cpu()
         found.append(here)
-    for device in awaited:
-        torch.cuda.current_stream(device).synchronize()
-    return found
+    for device, mark in marks.items():
+        mark.record(torch.cuda.current_stream(device))
+
+    def wait() -> None:
+        for mark in marks.values():
+            mark.synchronize()
+
+    return found, wait
 
 
 def copies_to(device: object) -> Copies:

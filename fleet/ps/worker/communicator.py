@@ -34,6 +34,9 @@ COURTESY_S = 0.003
 #: more, as one more request and one more thread that wants the interpreter: they come with the answer.
 WORTH_BYTES = 256 << 10
 
+#: Returns the gradients of a step, once they have come from where they were computed.
+Arriving = Callable[[], Gradients]
+
 #: A merged push, and whether its reply is to bring the parameters along.
 Send = Callable[[Gradients, bool], "list[Frame]"]
 Fetch = Callable[[], "list[Frame]"]
@@ -60,7 +63,7 @@ class Communicator:
         self._send = send
         self._fetch = fetch
         self._changed = threading.Condition()
-        self._queue: deque[Gradients] = deque()
+        self._queue: deque[Arriving] = deque()
         self._sending = self._fetching = False
         #: how many requests are under way; whether none may be; and whether one has met servers that the job has left
         self._under_way = 0
@@ -84,7 +87,7 @@ class Communicator:
 
     # ---------------------------------------------------------------- the user's thread
 
-    def put(self, gradients: Gradients) -> None:
+    def put(self, gradients: Arriving) -> None:
         """Queue one step's gradients; wait while the queue is full."""
         with self._changed:
             size = self._settings.send_queue_size
@@ -188,7 +191,7 @@ class Communicator:
             batch = self._next_batch()
             if not batch:
                 return
-            merged = self._merged(batch)
+            merged = self._merged([arriving() for arriving in batch])
             bring = not self._fetches_apart and self._enough(len(batch))
             self._give_way()
             replies = self._insist(partial(self._send, merged, bring))
@@ -219,11 +222,11 @@ class Communicator:
                     self._under_way -= 1
                     self._changed.notify_all()
 
-    def _next_batch(self) -> Sequence[Gradients]:
+    def _next_batch(self) -> Sequence[Arriving]:
         """Return what to merge: up to so many steps, after some short waits for more; nothing at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._over or self._queue)
-            batch: list[Gradients] = []
+            batch: list[Arriving] = []
             waits_left = self._settings.send_wait_times
             while not self._over and len(batch) < self._settings.max_merge_var_num:
                 if self._queue:

@@ -179,7 +179,7 @@ def _brought(
     coming = iter(batches)
     preparing: deque[tuple[Batch, Future[Prepared]]] = deque()
     queue: deque[tuple[Batch, Coming]] = deque()
-    # Which rows a batch looks up is found out while the ones before it are computed, by compiled code for the most part.
+    # Which rows a batch looks up is found out while the ones before it are computed, mostly by compiled code.
     preparer = ThreadPoolExecutor(1, "fleet-look-ahead")
     try:
         while True:

@@ -6,8 +6,9 @@ half-asynchronous mode makes one push of several steps. In the asynchronous mode
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,8 +18,8 @@ import torch
 from fleet.base.settings import CommunicatorSettings
 from fleet.errors import NonFiniteGradientError, UnsupportedError
 from fleet.nn.handle import GradientRows
-from fleet.numeric.device_copies import on_the_cpu
-from fleet.numeric.jit import Array, Ids
+from fleet.numeric.device_copies import await_all, bring, is_away
+from fleet.numeric.jit import Array
 from fleet.ps.consistency.policy import Policy
 from fleet.ps.wire.frame import Frame
 from fleet.ps.worker.communicator import Communicator
@@ -66,10 +67,41 @@ class UserGradients:
             attempt, sent = early.sent([param.grad for param in description.params])
             whole = dense
             dense = [None if index in sent else grad for index, grad in enumerate(dense)]
-        # When the values were read that the gradients were computed on; rows are read anew in the next step.
-        rows, read = self.rows(), Clocks(self._values.read_at, self._table_rows.take_clocks())
+        rows, read = self.rows(), self._take_clocks()
         weights = self.weights(rows)
         return Gradients(dense, rows, read, options, ahead=attempt, state=self.end_step(), weights=weights, whole=whole)
+
+    def take_along(self) -> Callable[[], Gradients]:
+        """Take a step, and return what waits until the gradients that it leaves behind have come from their device.
+        They stay as they are, whatever becomes of the script's."""
+        handles = self._trained.description.handles
+        if self.check_finite or any(handle.goes_by_weight for handle in handles):
+            gradients = self.take(None).copied()
+            return lambda: gradients
+        options, dense, rows = self._trained.description.options(), self._flats(), self._row_gradients()
+        read, state = self._take_clocks(), self.end_step()
+        away = {index: grad for index, grad in enumerate(dense) if grad is not None and is_away(grad)}
+        rows_away = {index: each for index, each in rows.items() if is_away(each.rows)}
+        here = {index: each.merged() for index, each in rows.items() if index not in rows_away}
+        staying = [None if index in away else grad for index, grad in enumerate(dense)]
+        taken = Gradients(staying, here, read, options, state=state).copied()
+        with self._copying:
+            copies, wait = bring([*away.values(), *(part for each in rows_away.values() for part in each[:2])])
+
+        def arrived() -> Gradients:
+            wait()
+            coming = iter(copies)
+            whole = [next(coming) if index in away else grad for index, grad in enumerate(taken.dense)]
+            came = {
+                index: GradientRows(next(coming), next(coming), each.once).merged() for index, each in rows_away.items()
+            }
+            return replace(taken, dense=whole, rows={**taken.rows, **came})
+
+        return arrived
+
+    def _take_clocks(self) -> Clocks:
+        """Return when the values were read that the gradients were computed on; rows are read anew in the next step."""
+        return Clocks(self._values.read_at, self._table_rows.take_clocks())
 
     def end_step(self) -> Array | None:
         """Count a step; return the state of the worker's own objects that goes with it."""
@@ -77,28 +109,31 @@ class UserGradients:
         self._progress.take_step()
         return state
 
-    @torch.no_grad()
     def dense(self) -> list[torch.Tensor | None]:
         """Return the flat gradient of every parameter, on the CPU; none of those that are trained on the workers."""
-        if self._trained.plan.spec.settings.has_dense_on_workers:
-            return [None] * len(self._trained.description.params)
-        grads = [param.grad for param in self._trained.description.params]
-        # With many small parameters each look at a gradient counts.
-        flat = [
-            grad
-            if grad is None or (grad.dim() == 1 and grad.is_cpu and not grad.is_sparse)
-            else self._flat(place, grad)
-            for place, grad in enumerate(grads)
-        ]
-        away = [place for place, grad in enumerate(flat) if grad is not None and not grad.is_cpu]
-        if away:
-            for place, here in zip(away, on_the_cpu([flat[place] for place in away]), strict=True):  # type: ignore[misc]
-                flat[place] = here
+        flat = self._flats()
+        away = {index: grad for index, grad in enumerate(flat) if grad is not None and is_away(grad)}
+        for index, here in zip(away, self._brought(away.values()), strict=True):
+            flat[index] = here
         if self.check_finite:
             for index, grad in enumerate(flat):
                 if grad is not None and not bool(torch.isfinite(grad).all()):
                     raise self._not_finite(f"the gradient of {self._name(index)}")
         return flat
+
+    @torch.no_grad()
+    def _flats(self) -> list[torch.Tensor | None]:
+        """Return the same where they are."""
+        if self._trained.plan.spec.settings.has_dense_on_workers:
+            return [None] * len(self._trained.description.params)
+        grads = [param.grad for param in self._trained.description.params]
+        # With many small parameters each look at a gradient counts.
+        return [
+            grad
+            if grad is None or (grad.dim() == 1 and grad.is_cpu and not grad.is_sparse)
+            else self._flat(place, grad)
+            for place, grad in enumerate(grads)
+        ]
 
     def _flat(self, index: int, grad: torch.Tensor) -> torch.Tensor:
         if grad.is_sparse:
@@ -111,27 +146,33 @@ class UserGradients:
     def rows(self) -> dict[int, Rows]:
         """Return, for every table that was used, distinct ids and the gradients of their rows."""
         rows: dict[int, Rows] = {}
-        handles = self._trained.description.handles
-        found = {index: gradient for index, handle in enumerate(handles) if (gradient := handle.gradient()) is not None}
-        for index, gradient in zip(found, self._here(found.values()), strict=True):
-            ids, grads = gradient.merged()
+        found = self._row_gradients()
+        parts = iter(self._brought([part for each in found.values() for part in each[:2]]))
+        for index, gradient in found.items():
+            ids, grads = GradientRows(next(parts), next(parts), gradient.once).merged()
             if self.check_finite and not np.isfinite(grads).all():
+                handle = self._trained.description.handles[index]
                 got = f"id {ids[~np.isfinite(grads).all(axis=1)][0]}"
-                raise self._not_finite(f"the gradient of a row of {handles[index].name!r}", got)
+                raise self._not_finite(f"the gradient of a row of {handle.name!r}", got)
             rows[index] = (ids, grads)
         return rows
 
-    def _here(self, gradients: Collection[GradientRows]) -> list[GradientRows]:
-        """Return the same gradients on the CPU."""
-        devices = {each.rows.device for each in gradients if not each.rows.is_cpu}
+    def _row_gradients(self) -> dict[int, GradientRows]:
+        """Return the same where they are, and as they are."""
+        found = ((index, handle.gradient()) for index, handle in enumerate(self._trained.description.handles))
+        return {index: gradient for index, gradient in found if gradient is not None}
+
+    def _brought(self, gradients: Collection[torch.Tensor]) -> list[torch.Tensor]:
+        """Return gradients on the CPU, all of them after one wait."""
+        devices = {each.device for each in gradients if is_away(each)}
         if not devices:
             return [*gradients]
         for device in devices:
-            if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()  # the device still computes, which is no copy
+            await_all(device)  # which still computes, and that is no copy
         with self._copying:
-            copied = iter(on_the_cpu([tensor for each in gradients for tensor in each[:2]]))
-        return [GradientRows(ids, rows, each.once) for each, ids, rows in zip(gradients, copied, copied, strict=True)]
+            copies, wait = bring([*gradients])
+            wait()
+        return copies
 
     def weights(self, rows: Mapping[int, Rows]) -> dict[int, Array]:
         """Return how much the look-ups count that are behind these rows, for the tables whose rules ask for it."""
@@ -222,19 +263,21 @@ class RemoteTraining:
     def step(self) -> None:
         """Push what this worker's gradients are now, or put them aside for a push that is due later; return with the
         values that the mode lets it go on with."""
-        gradients = self._gradients.take(self._early)
         if self._communicator is not None:
-            self._leave_to(self._communicator, gradients)
-        elif self._steps_per_push == 1:
+            self._leave_to(self._communicator)
+            return
+        gradients = self._gradients.take(self._early)
+        if self._steps_per_push == 1:
             self._push(gradients)
         else:
             merged = self._merge.add(gradients)
             if merged is not None:
                 self._push(merged)
 
-    def _leave_to(self, communicator: Communicator, gradients: Gradients) -> None:
+    def _leave_to(self, communicator: Communicator) -> None:
+        gradients = self._gradients.take_along()
         with self._figures.push:
-            communicator.put(gradients.copied())
+            communicator.put(gradients)
         fresh = communicator.fresh()
         if fresh is not None:
             self._values.write(fresh)
