@@ -121,6 +121,7 @@ ONLY: dict[str, dict[str, str]] = {
         "ps/worker/dense_group.py": "ends",
         "ps/worker/communicator.py": "sender",
         "ps/worker/overlap.py": "sender",
+        "ps/worker/prefetch.py": "preparer",
         "ps/worker/new_servers.py": "lock",
         "ps/worker/resizing.py": "copier",
         "serving/checkpoint_source.py": "event",
@@ -207,7 +208,6 @@ ONLY: dict[str, dict[str, str]] = {
         "ps/table/stores.py": "without a bound",
         "ps/table/changes.py": "rows held",
         "ps/table/compensation.py": "rows handed out",
-        "ps/worker/look_ahead.py": "rows on a device",
         "serving/kept_rows.py": "default",
     },
 }

@@ -21,7 +21,8 @@ from fleet.errors import FleetError, ProtocolError
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.ps.wire.transport import Channel, Handler, Listener, Respond
-from fleet.ps.worker import communicator, step
+from fleet.ps.worker import communicator
+from fleet.ps.worker import step as taking_steps
 from fleet.ps.worker.communicator import Communicator
 from fleet.ps.worker.gradient_merge import GradientMerge
 from fleet.ps.worker.push import Clocks, Gradients
@@ -432,8 +433,8 @@ class LateReading:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.waits: list[str] = []
-        monkeypatch.setattr(step, "is_away", lambda tensor: True)
-        monkeypatch.setattr(step, "bring", self._bring)
+        monkeypatch.setattr(taking_steps, "is_away", lambda tensor: True)
+        monkeypatch.setattr(taking_steps, "bring", self._bring)
 
     def _bring(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Callable[[], None]]:
         now = [each.detach().clone() for each in tensors]  # what comes after this on a device changes no copy

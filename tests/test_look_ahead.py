@@ -23,6 +23,7 @@ from fleet.errors import ArgumentTypeError, ConfigurationError, UnsupportedError
 from fleet.nn.expand import expand_by_torch
 from fleet.nn.handle import Found, TableHandle
 from fleet.numeric.jit import Array
+from fleet.numeric.recent_ids import NEVER, RecentIds
 from fleet.ps.server.recent_changes import MOST_ROUNDS, RecentChanges
 from fleet.ps.table.shard import Contribution
 from fleet.ps.worker import look_ahead as looking_ahead
@@ -289,7 +290,7 @@ def test_bounded_staleness_of_none_is_the_same() -> None:
     same(*(train(strategy, iterate, workers=1) for iterate in (ahead(2), plainly)))
 
 
-def test_rows_leave_the_device_when_they_are_too_old() -> None:
+def test_rows_are_read_as_long_as_they_are_not_too_old() -> None:
     copies = LateCopies()
     rows = RowsOnDevice(copies, 1, torch.float32, 2)
     for batch in range(50):
@@ -303,7 +304,30 @@ def test_rows_leave_the_device_when_they_are_too_old() -> None:
             copies.wait(mark, [])
             assert into.flatten().tolist() == ids.tolist()
         assert oldest is None or batch - oldest <= 2
-        assert len(rows) <= 5
+        assert len(rows) <= 1 << 10, "the fewest that there is memory for"
+
+
+def test_ids_are_remembered_for_as_long_as_they_are_told() -> None:
+    """Compared with a dict: ids of all sizes, some of which come again, in memory that fills up many times."""
+    draw = np.random.default_rng(5)
+    recent, came, places = RecentIds(), dict[int, int](), dict[int, int]()
+    most = 0
+    for now in range(400):
+        ids = np.unique(np.concatenate([draw.zipf(1.3, 300), draw.integers(-(2**63), 2**63 - 1, 100)]))
+        draw.shuffle(ids)
+        since = now - 5
+        held, slots, oldest = recent.meet(ids, now, since)
+        expected = [came.get(each, -9) >= since for each in ids.tolist()]
+        assert held.tolist() == expected
+        assert oldest == min((came[each] for each in ids[held].tolist()), default=NEVER)
+        assert len(set(slots.tolist())) == len(ids), "each has a place of its own"
+        assert all(places[each] == slot for each, slot in zip(ids[held].tolist(), slots[held].tolist(), strict=True))
+        came |= dict.fromkeys(ids[~held].tolist(), now)
+        places |= dict(zip(ids.tolist(), slots.tolist(), strict=True))
+        live = [places[each] for each, time in came.items() if time >= since]
+        assert len(set(live)) == len(live), "nor does another one that is remembered have it"
+        most = max(most, len(live))
+    assert recent.places <= 2 * most + 2 * 400
 
 
 # --- What servers remember --------------------------------------------------------------------------------------------

@@ -123,7 +123,8 @@ def bring(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Callable
         if each.device.type == "cuda":
             here = torch.empty(each.shape, dtype=each.dtype, pin_memory=True)
             here.copy_(each, non_blocking=True)
-            marks[each.device] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            # A thread that waits for it leaves its core to others.
+            marks[each.device] = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         elif not each.is_cpu:
             here = each.cpu()
         found.append(here)

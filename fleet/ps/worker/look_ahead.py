@@ -28,7 +28,7 @@ from fleet.nn.handle import Lookup, Wanted
 from fleet.numeric.device_copies import Copies
 from fleet.numeric.ids import among
 from fleet.numeric.jit import Array, Ids
-from fleet.ps.table.memory_store import MemoryStore
+from fleet.numeric.recent_ids import NEVER, RecentIds
 from fleet.ps.worker.lookups import Fetch, Known, Prefetched, Query, RowReader
 from fleet.ps.worker.progress import ReadAt, Readings
 
@@ -49,45 +49,25 @@ class RowsOnDevice:
 
     def __init__(self, copies: Copies, dim: int, dtype: torch.dtype, most_age: int) -> None:
         """``most_age`` says in how many batches a row may be used after the one in which it was asked for."""
-        self._copies = copies
         self._most_age = most_age
-        self._index = MemoryStore()
-        self._asked_at = np.empty(0, np.int64)
-        #: which rows were asked for in which batch
-        self._asked: deque[tuple[int, Ids]] = deque()
+        self._ids = RecentIds()
         self._rows = copies.empty((0, dim), dtype)
 
     def __len__(self) -> int:
-        return len(self._index)
+        return self._ids.places
 
     def foresee(self, ids: Ids, now: int, batch: int) -> tuple[Array, Ids, int | None]:
         """Say, in batch ``now``, which of these rows ``batch`` finds here, where all of them are when it comes, and in
         which batch the oldest was asked for. Those that it does not find are asked for now."""
-        self._forget(batch)
-        slots = self._index.find(ids)
-        held = slots >= 0
-        oldest = int(self._asked_at[slots[held]].min()) if held.any() else None
-        missing = ids[~held]
-        if missing.size:
-            slots[~held] = new = self._index.insert(missing)
-            short = int(new.max()) + 1 - len(self._asked_at)
-            if short > 0:
-                more = np.zeros(max(short, len(self._asked_at), _FEWEST), np.int64)
-                self._asked_at = np.concatenate([self._asked_at, more])
-            self._asked_at[new] = now
-            self._asked.append((now, missing))
-        return held, slots, oldest
-
-    def _forget(self, batch: int) -> None:
-        """Forget the rows that are too old for this batch and all later ones."""
-        while self._asked and batch - self._asked[0][0] > self._most_age:
-            self._index.remove(self._asked.popleft()[1])
+        held, slots, oldest = self._ids.meet(ids, now, batch - self._most_age)
+        return held, slots, None if oldest == NEVER else oldest
 
     def enter(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
         """Write rows, beside the computation."""
-        short = len(self._asked_at) - len(self._rows)
+        short = len(self) - len(self._rows)
         if short > 0:
-            self._rows = torch.cat([self._rows, self._rows.new_zeros(short, self._rows.shape[1])])
+            more = max(short, len(self._rows), _FEWEST)
+            self._rows = torch.cat([self._rows, self._rows.new_zeros(more, self._rows.shape[1])])
         self._rows.index_copy_(0, slots, rows)
 
     def read(self, slots: torch.Tensor, into: torch.Tensor) -> None:
