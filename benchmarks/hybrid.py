@@ -7,7 +7,7 @@
 2. CTR-DNN with three layers of 400: two workers and two servers, against the same job with its layers on the servers,
    and against TorchRec in two processes.
 3. Where there is CUDA: a worker and a server, against PyTorch alone with the table on the device, with 0.4 and with 35
-   million dense parameters.
+   million dense parameters: rows as forwards ask for them, brought to the device ahead, and kept there for a while.
 
 Systems take turns, and what counts is the median of the ratios of step times within a round. What a figure is wanted to
 be stands beside it.
@@ -53,7 +53,8 @@ class Kind:
 
 
 def on_device(name: str, width: int, batch: int, steps: int, wanted: tuple[float, float]) -> Kind:
-    """A worker that computes on CUDA, without and with look-ahead, against a table that lies on the device."""
+    """A worker that computes on CUDA and averages its dense gradients with nobody, against a table that lies on the
+    device."""
     local = "torch alone"
     work = {"model": "ctr", "width": width, "batch": batch, "device": "cuda", "alike": True}
     return Kind(
@@ -62,9 +63,10 @@ def on_device(name: str, width: int, batch: int, steps: int, wanted: tuple[float
         steps,
         {
             local: System("local_torch", "local", 1, 0),
-            "servers": System("ours", "sync", 1, 1, local),
-            "all_reduce": System("ours", "sync+all_reduce", 1, 1, local, wanted[0]),
-            "all_reduce, prefetch": System("ours", "sync+all_reduce+prefetch", 1, 1, local, wanted[1]),
+            "sync": System("ours", "sync+all_reduce", 1, 1, local),
+            "sync, ahead": System("ours", "sync+all_reduce+ahead", 1, 1, local, wanted[0]),
+            "async, ahead": System("ours", "async+all_reduce+ahead", 1, 1, local, wanted[0]),
+            "async, kept": System("ours", "async+all_reduce+kept", 1, 1, local, wanted[1]),
         },
     )
 
