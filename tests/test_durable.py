@@ -20,7 +20,7 @@ import torch
 from dying import ENVIRON, MOMENTS, Crashes, DyingJob, Host, at, every
 from faults import Action, Fault, FaultyNetwork
 from harness import PATIENT, SOON, Job, run_job, until
-from inside import flush, found_job, gate_of, leave
+from inside import durability_of, flush, found_job, gate_of, leave
 from patience import PATIENCE_S
 
 import fleet.nn
@@ -230,6 +230,36 @@ def test_a_worker_killed_in_the_midst_of_a_push(tmp_path: Path, journal_bytes: i
     else:
         job = DyingJob(body, tmp_path, environ=environ, journal_bytes=journal_bytes)
     same(job.run(), run_job(steps, 2, 2))
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_what_a_worker_left_in_a_buffer_outlives_it_and_its_server(tmp_path: Path, servers: int) -> None:
+    """Who pushed has been replaced when the snapshot is taken that carries its push over."""
+    environ = {**ENVIRON, "FLEET_JOB_ID": "one", "FLEET_HEARTBEAT_S": "0.1"}
+
+    def begin(made: Fleet) -> tuple[torch.nn.Parameter, Callable[[float], object]]:
+        weight = torch.nn.Parameter(torch.zeros(2))
+        strategy = fleet.StrategyFactory.create_gba_strategy(3, 99)
+        wrapped = made.distributed_optimizer(torch.optim.SGD([weight], lr=1.0), strategy)
+        made.init_worker()
+        return weight, lambda gradient: wrapped.minimize((weight * gradient).sum())
+
+    def body(made: Fleet, index: int) -> torch.Tensor:
+        first = job.fleet(Role.WORKER, 0)
+        _, step = begin(first)
+        step(1)
+        step(2)
+        leave(first)
+        weight, step = begin(made)
+        for host in job.hosts:
+            until(lambda host=host: host.snapshots._unfinished and not host.is_writing)  # type: ignore[misc]
+            host.disturb(lambda service: durability_of(service).take_now(found_job(service), []))
+            host.kill()
+        step(3)
+        return made.state_dict(torch.nn.ParameterList([weight]))["0"]
+
+    job = DyingJob(body, tmp_path, workers=1, servers=servers, environ=environ, journal_bytes=1)
+    assert job.run()[0].tolist() == [-2.0, -2.0], "the mean of the gradients 1, 2 and 3"
 
 
 class Late(torch.nn.Module):

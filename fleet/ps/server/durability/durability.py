@@ -36,6 +36,7 @@ from fleet.ps.server.durability.snapshot import (
     parameters_of,
     recall,
     restore,
+    signed,
     state_of,
 )
 from fleet.ps.server.durability.state_directory import Kind, StateDirectory
@@ -296,7 +297,9 @@ class Durability:
         shard = job.shard
         assert shard is not None
         self._forget_finished(job)
-        state = state_of(job, shard, self._members.dump(), self._unfinished)
+        members = self._members.dump()
+        self._unfinished = signed(self._unfinished, members)
+        state = state_of(job, shard, members, self._unfinished)
         (last, since), whole = self._kept, sum(len(table) * table.row_bytes for table in shard.tables)
         on_top = last is shard and self._directory.table_bytes < 2 * whole and shard.history.knows_removed(since)
         epoch = shard.history.next_epoch()

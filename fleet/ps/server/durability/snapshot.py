@@ -60,6 +60,22 @@ def is_unfinished(job: Job, kind: str, worker: int, number: int) -> bool:
     return (worker, number) in job.rounds.pushed if kind == "push" else job.reductions.is_open(number)
 
 
+def signed(unfinished: Unfinished, members: Sequence[MemberRecord]) -> dict[tuple[str, int, int], Frame]:
+    """Return the same in the names of those who are members: what somebody brought who has been replaced since would be
+    refused when it is done over."""
+    incarnations = {worker: incarnation for worker, _, incarnation, _ in members}
+    made: dict[tuple[str, int, int], Frame] = {}
+    for key, frame in unfinished.items():
+        incarnation = incarnations.get(frame.message.worker, frame.message.incarnation)
+        if frame.message.incarnation != incarnation:
+            message = pb.Request()
+            message.CopyFrom(frame.message)
+            message.incarnation = incarnation
+            frame = Frame(message, frame.tensors)
+        made[key] = frame
+    return made
+
+
 def state_of(
     job: Job, shard: Shard, members: Sequence[MemberRecord], unfinished: Unfinished, *, anew: bool = False
 ) -> dict[str, Any]:
