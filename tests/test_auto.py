@@ -168,6 +168,20 @@ def test_in_a_round_everybody_waits_for_everybody() -> None:
     assert gate.holds(0, 1) == 0
 
 
+def test_who_waited_for_a_later_round_waits_no_more_when_there_are_none() -> None:
+    """It has started again amid a round, with its push in it; the others may leave before there is another update."""
+    gate = AutoGate(range(2), 0, Rules(99, 0, (1,)))
+    assert gate.push(1, 1, 0) == []
+    assert gate.starts_again(1) == []
+    assert gate.push(1, 2, 0) == []
+    assert gate.holds(1, 2) == 2
+    assert gate.wait("one", 1, 2) == []
+    applied, changed, *answers = gate.push(0, 1, 0)
+    assert applied == ApplyBuffer(1, ((0, 1), (1, 1)), (), 2)
+    assert changed == Changed(1, False, None)
+    assert answers == [Answer("one", 1)]
+
+
 def test_who_pushed_before_workers_waited_is_in_no_hurry() -> None:
     """Nothing is held back that was not, when workers begin to wait for each other."""
     gate = AutoGate(range(2), 0, Rules(99, 0, (1, 2)))

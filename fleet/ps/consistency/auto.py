@@ -169,10 +169,20 @@ class AutoGate(GbaGate):
                 self._waits = change.together
                 self._changes.append(change)
                 self._changed_at = self._now
+                if not self._waits:
+                    self._lower_waits()
                 effects.append(change)
             if self._admits and (pushes := self._pushes.get(self._applied)) and self._applied not in self._divisors:
                 self._admit(pushes)
         return [*effects, *self._answer(self._applied)]
+
+    def _lower_waits(self) -> None:
+        """Let nobody who waits for a round of later wait for more than without rounds: others may leave before it."""
+        self._waiting = {
+            ticket: (worker, min(version, max(self._applied, GbaGate.holds(self, worker, self._clock.get(worker, 0)))))
+            for ticket, (worker, version) in self._waiting.items()
+        }
+        self._earliest = 0
 
     def _change(self) -> Changed | None:
         """Return what changes at this version, if anything does."""
