@@ -59,6 +59,8 @@ class Averaging:
         self._size = size
         self._dtype = dtype
         self._keeps = keeps
+        #: where each bucket travels from, if not from itself: new memory every time would cost more than the division
+        self._aside: dict[int, torch.Tensor] = {}
         self.sent_bytes = 0
 
     def adopt(self, members: Sequence[Member]) -> None:
@@ -69,7 +71,7 @@ class Averaging:
         if self._dtype is not None:
             travelling = whole.to(self._dtype).div_(self._size)
         else:
-            travelling = whole / self._size if self._keeps else whole.div_(self._size)
+            travelling = torch.div(whole, self._size, out=self._place_of(bucket.index(), whole))
         finish = self._route.begin(travelling, bucket.index())
         self.sent_bytes += travelling.nbytes
 
@@ -78,3 +80,12 @@ class Averaging:
             return travelling.to(whole.dtype)  # itself, where it travels as it is
 
         return result
+
+    def _place_of(self, number: int, whole: torch.Tensor) -> torch.Tensor:
+        """Return where the mean of a bucket's content is to be made."""
+        if not self._keeps:
+            return whole
+        place = self._aside.get(number)
+        if place is None or place.shape != whole.shape or place.dtype != whole.dtype:
+            place = self._aside[number] = torch.empty_like(whole)
+        return place
