@@ -10,7 +10,21 @@ import pytest
 from simulation import on_purpose
 from simulation.invariants import broken
 from simulation.job import run
-from simulation.scenario import CLOCK, CUT, KILL, LOST, PAUSE, POWER, TWICE, UNANSWERED, Fault, Scenario, Setting, drawn
+from simulation.scenario import (
+    CLOCK,
+    CUT,
+    CUT_IN,
+    KILL,
+    LOST,
+    PAUSE,
+    POWER,
+    TWICE,
+    UNANSWERED,
+    Fault,
+    Scenario,
+    Setting,
+    drawn,
+)
 from simulation.scheduler import Process, Scheduler, Thread
 from simulation.story import shrunk, told
 from simulation.threads import Condition, Event, Lock, installed
@@ -34,6 +48,17 @@ def wrong_with(scenario: Scenario, folder: Path) -> str:
 
 
 FOUND = {
+    # One of two servers had the push of a worker that was killed. The job was to move, and waited for the push; the
+    # next process was let in after the move.
+    "a worker that was killed between two servers when the job was to move": Scenario(
+        970633,
+        Setting("gba", 2, 2, 20, checkpoint_every=2, moves_at=18, moves_to=3),
+        (
+            *(Fault(85, UNANSWERED), Fault(109, TWICE), Fault(186, LOST), Fault(219, CUT_IN, "server0", 4.98)),
+            *(Fault(256, LOST), Fault(338, KILL, "worker1", 3.7)),
+        ),
+        preemption=0.1,
+    ),
     # The request of a worker to do something for all came twice, and only the second was answered.
     "a request that came twice, and waited": Scenario(
         900175,

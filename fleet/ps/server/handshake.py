@@ -187,6 +187,7 @@ class Handshake:
         if before in (Standing.LEFT, Standing.LOST):
             job.rounds.gate.join(worker)
             job.reductions.join(worker)
+        job.moves.renewed[worker] = job.rounds.gate.clocks[worker]
         if not job.policy.shares_steps:
             job.claims.joined(worker)
 

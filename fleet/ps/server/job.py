@@ -162,7 +162,7 @@ class Progress:
 @dataclass
 class Moves:
     """Holds which servers the job has, and whether it has moved there from others. ``Moving`` writes it, but for
-    ``servers`` before the first move, as a worker names them, and ``is_noted``."""
+    ``servers`` before the first move, as a worker names them, ``is_noted``, and ``renewed``."""
 
     #: all servers, in their order
     servers: tuple[str, ...] = ()
@@ -174,6 +174,8 @@ class Moves:
     former: dict[int, set[int]] = field(default_factory=dict)
     #: whether a journal has something of a move that is under way, which a snapshot would not have
     is_noted: bool = False
+    #: by worker that has started again, how far its earlier process had come here
+    renewed: dict[int, int] = field(default_factory=dict)
 
     @property
     def made(self) -> str:

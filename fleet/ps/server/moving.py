@@ -105,6 +105,11 @@ class _Halt:
             return bool(request.step <= self.delivered.get(request.worker, 0))
         return bool(kind == "clip" and not request.clip.parting)
 
+    def holds_hello_of(self, worker: int) -> bool:
+        """Say whether a process waits to take a worker's place."""
+        asked = (frame.message for frame, _ in self.held)
+        return any(each.worker == worker and each.WhichOneof("kind") == "hello" for each in asked)
+
     def let_through(self, delivered: Mapping[int, int]) -> list[tuple[Frame, Respond]]:
         """Return, of what was kept, the pushes that other servers have."""
         self.delivered = delivered
@@ -396,6 +401,8 @@ class Moving:
         self._released += halt.let_through(delivered)
         clocks = job.rounds.gate.clocks
         behind = [worker for worker, step in delivered.items() if clocks.get(worker, step) < step]
+        if again := [worker for worker in behind if halt.holds_hello_of(worker) or _has_come_again(job, worker)]:
+            raise stale(self._where, f"workers that have started again take their last steps once more: {again}")
         if behind or not self._steps.place_all(job, told, arrival.worker, arrival.outbox):
             raise ServerBusyError("pushes that other servers have are on their way", where=self._where, got=behind)
 
@@ -582,3 +589,8 @@ def _is_awaited(job: Job, worker: int, step: int) -> bool:
 
 def _tensor_of(data: bytes) -> WireTensor:
     return WireTensor.of(np.frombuffer(data, np.uint8))
+
+
+def _has_come_again(job: Job, worker: int) -> bool:
+    """Say whether a worker has started again and not pushed since: it needs more than to send what it has."""
+    return job.moves.renewed.get(worker) == job.rounds.gate.clocks.get(worker)

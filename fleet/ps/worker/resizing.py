@@ -67,13 +67,17 @@ def resize(worker: WorkerRuntime, endpoints: object) -> None:
 
 
 def _move(worker: WorkerRuntime, servers: tuple[Endpoint, ...]) -> None:
-    """Move the job; begin anew where a durable server was killed meanwhile, and goes on."""
+    """Move the job; begin anew, after a while, where a durable server was killed meanwhile and goes on, or a worker
+    that has started again has a step to take first."""
+    clock, pause = worker.connections.by_server[0].clock, RETRY_PAUSE_S
     for left in reversed(range(_MOST_ATTEMPTS)):
         try:
             Copy(worker, servers).move()
         except MissedError:
             if not left:
                 raise
+            clock.sleep(pause)
+            pause *= 2
         else:
             return
 
