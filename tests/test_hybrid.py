@@ -627,8 +627,8 @@ def test_a_worker_that_dies_before_it_clips(net: Net) -> None:
 class Coming:
     """A job of two workers, to which another one comes: one that was killed and starts again, or a third one."""
 
-    def __init__(self, net: Net, mode: str, *, elastic: bool) -> None:
-        self.net, self.mode, self.elastic = net, mode, elastic
+    def __init__(self, net: Net, mode: str, *, elastic: bool, backwards: int) -> None:
+        self.net, self.mode, self.elastic, self.backwards = net, mode, elastic, backwards
         self.job = Job(self.body, 2, 2, environ=SOON)
 
     def begin(self, fleet_: Fleet) -> tuple[Net, Any]:
@@ -641,7 +641,7 @@ class Coming:
     def body(self, fleet_: Fleet, worker: int) -> list[torch.Tensor]:
         model, optimizer = self.begin(fleet_)
         for step in range(3):
-            optimizer.minimize(model.loss(step, worker))
+            self.step(model, optimizer, step, worker)
         if worker == 0:
             return self.train(fleet_, model, optimizer)
         if self.elastic:
@@ -651,6 +651,12 @@ class Coming:
         leave(fleet_)
         self.come(1, 2)
         return []
+
+    def step(self, model: Net, optimizer: Any, step: int, worker: int) -> None:
+        optimizer.zero_grad()
+        for _ in range(self.backwards):
+            model.loss(step, worker).backward()
+        optimizer.step()
 
     def come(self, worker: int, of: int) -> None:
         fleet_ = Fleet(environ=SOON, network=self.job.network)
@@ -663,16 +669,27 @@ class Coming:
     def train(self, fleet_: Fleet, model: Net, optimizer: Any) -> list[torch.Tensor]:
         """Until all have taken five steps together in a group that is complete."""
         group = worker_of(fleet_).dense.group
-        while group.number == 1 or group.size < 2 + self.elastic or group.rounds_here < 5:
-            optimizer.minimize(model.loss(group.rounds, 0))
+        while group.number == 1 or group.size < 2 + self.elastic or group.rounds_here < 5 * self.backwards:
+            self.step(model, optimizer, group.rounds, 0)
         state = optimizer.state[model.dense[0].weight]
         return [*(each.detach().clone() for each in model.dense.parameters()), state["exp_avg"], state["step"].clone()]
 
 
-@pytest.mark.parametrize("mode", ["async", "half_async"])
-@pytest.mark.parametrize("elastic", [False, True], ids=["again", "elastic"])
-def test_a_worker_that_comes_gets_everything_from_another_one(net: Net, mode: str, elastic: bool) -> None:
-    coming = Coming(net, mode, elastic=elastic)
+@pytest.mark.parametrize(
+    ("mode", "elastic", "backwards"),
+    [
+        pytest.param("async", False, 1, id="async again"),
+        pytest.param("async", True, 1, id="async elastic"),
+        pytest.param("half_async", False, 1, id="half_async again"),
+        pytest.param("half_async", True, 1, id="half_async elastic"),
+        pytest.param("half_async", False, 2, id="half_async again, two backwards"),
+    ],
+)
+def test_a_worker_that_comes_gets_everything_from_another_one(
+    net: Net, mode: str, elastic: bool, backwards: int
+) -> None:
+    """One that starts again may be there before the others have noticed that it was gone, amid their step."""
+    coming = Coming(net, mode, elastic=elastic, backwards=backwards)
     job = coming.job
     if not elastic:  # worker 1's first process never says goodbye, and its second one does
         job.join(job.start())

@@ -6,14 +6,18 @@ no number. Where there is CUDA, the same functions run on it.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from harness import run_job
+from patience import PATIENCE_S
 from test_geo import Watched
 from test_prefetch import Batch, Batches, Net, batches, plainly, train
 
@@ -238,6 +242,36 @@ def test_values_that_were_replaced_are_read() -> None:
         return seen
 
     assert run_job(body, 1, 1) == [[1, 1, 0, 1, -1, 9, -2, 9]]
+
+
+ENDING = """
+import threading, torch
+from harness import Job
+import fleet.nn
+
+def body(fleet_, worker):
+    table = fleet.nn.Embedding(None, 2, initializer="zeros")
+    optimizer = fleet_.distributed_optimizer(torch.optim.SGD(table.parameters(), lr=1.0))
+    fleet_.init_worker()
+    for number, ids in enumerate(fleet_.prefetch([torch.tensor([1])] * 12, lambda ids: {table: ids}, 2, device="cpu")):
+        if number == 2:
+            main.join()
+        optimizer.minimize(table(ids).sum())
+    print("trained", table(torch.tensor([1])).tolist())
+
+main = threading.main_thread()
+job = Job(body, 1, 1)
+threading.Thread(target=job.serve, args=(0,)).start()
+threading.Thread(target=job.work, args=(0,)).start()
+"""
+
+
+@pytest.mark.slow
+def test_threads_train_on_when_the_main_thread_has_ended() -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", ENDING], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert "trained [[-12.0, -12.0]]" in found.stdout, found.stderr
 
 
 # --- Without shared steps ---------------------------------------------------------------------------------------------

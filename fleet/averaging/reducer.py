@@ -79,7 +79,7 @@ class Reducer:
         self.says: tuple[int, ...] = (0,) * words
         self._pending: list[tuple[torch.futures.Future[torch.Tensor], GradBucket, Finish]] = []
         self._engine = torch.autograd.Variable._execution_engine
-        self._device = _one_device(params, names)
+        self._device = one_device(params, names)
         self._asked = asked
         self._census = torch.nn.Parameter(torch.zeros(group.size * (1 + words) + len(params) + len(asked)))
         self._everything = torch.ones_like(self._census, requires_grad=False)
@@ -249,7 +249,8 @@ def _accumulator(param: torch.nn.Parameter) -> Any:
     return torch.autograd.graph.get_gradient_edge(param).node
 
 
-def _one_device(params: Sequence[torch.nn.Parameter], names: Sequence[str]) -> torch.device:
+def one_device(params: Sequence[torch.nn.Parameter], names: Sequence[str]) -> torch.device:
+    """Return where all parameters are."""
     devices = {param.device: name for param, name in zip(params, names, strict=True)}
     if len(devices) > 1:
         (one, first), (other, second) = list(devices.items())[:2]

@@ -102,6 +102,12 @@ class CudaCopies:
             each.record_stream(here)  # else its memory could be another copy's before this stream is through with it
 
 
+def work_on(device: torch.device) -> None:
+    """Let the calling thread have this device for its present one, and touch no other."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def is_away(tensor: torch.Tensor) -> bool:
     """Say whether the CPU cannot read a tensor."""
     return not tensor.is_cpu

@@ -3,8 +3,8 @@
 A round in which the group breaks is done over with those who are left, inside of the same backward: what a bucket sends
 is a copy, so that the gradients of this worker are still there. That round, and every first one of a group, is *plain*:
 all gradients in the order of the parameters, when the backward is through. The workers of a new group may be at the end
-of a backward, before one, or just have come, and a plain round is the same for all of them. After it each of them makes
-a new reducer, with which gradients leave while backward runs.
+of a backward, before one, or just have come, and a plain round is the same for all of them. After its step each of them
+makes a new reducer, and says so in the next round. When all have, gradients leave while backward runs.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class LastingReducer(Reducer):
             self._turns.refuse_fork("backward()")
             self._meet()
         self.is_taken_over = False
-        self._is_plain = self.is_outdated or group.rounds_here == 0
+        self._is_plain = not group.is_in_step
         if not self._is_plain:
             super()._open()
             return

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fleet.averaging.reducer import Round
+from fleet.averaging.reducer import Round, one_device
 from fleet.base.turns import Turns
 from fleet.checkpoint.manifest import DENSE
 from fleet.errors import FleetError, NonFiniteGradientError, StateError
@@ -31,8 +31,8 @@ from fleet.ps.worker.row_agreement import has_gradient, is_infinite, mean_rows, 
 from fleet.ps.worker.trained_model import TrainedModel
 
 #: What a worker says in a round: whether another group is to be made after it, in which step it is, as far as numbers
-#: in half precision tell, and whether its values have replaced those of all.
-_WORDS, _STEPS_TOLD = 3, 32
+#: in half precision tell, whether its values have replaced those of all, and whether it is ready for rounds of buckets.
+_WORDS, _STEPS_TOLD = 4, 32
 
 #: What gradients may travel in.
 _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -74,6 +74,8 @@ class DenseTraining:
         self._has_values = False
         #: whether this worker has taken over other values, which the others get in the next round
         self._is_replaced = False
+        #: whether this worker has taken a step in the present group, and has a reducer for it
+        self._is_ready = False
         #: how often the values had been replaced of the first server that these are like
         self._loads = 0
 
@@ -107,6 +109,7 @@ class DenseTraining:
         types = ElementTypes(self._watched, names, [param.dtype for param in self._watched])
         self._weights = [handle.weight for handle in described.handles]
         asked = [partial(ask, weight) for ask in (has_gradient, is_infinite) for weight in self._weights]
+        one_device(self._watched, names)
         if self.group.size == 1:
             self._reducer = LoneReducer(types, self.group, self._after_round, _WORDS, len(asked))
         else:
@@ -145,7 +148,7 @@ class DenseTraining:
         """Make another group; return whether this worker has got from it what it would have come to in this step. If
         this is ``in_a_step``, on whose gradients it has met the others, all have to be there."""
         while True:
-            step = self._progress.completed
+            step, self._is_ready = self._progress.completed, False
             comers = self.group.meet(step, self._steps, self._device, has_values=self._has_values)
             if in_a_step and len({(each.rounds, each.place) for each in comers}) != 1:
                 raise self._lost_in_a_step(f"workers that were not as far: {[each.worker for each in comers]}")
@@ -228,6 +231,7 @@ class DenseTraining:
                 todo="Let every worker go backward as often in a step; those beyond the last belong into no_sync().",
             )
         group.is_over = group.is_over or any(said[0] for said in done.words)
+        group.is_in_step = all(said[3] for said in done.words)
         self._level_rows(done.marked)
         replaced = [rank for rank, said in enumerate(done.words) if said[2]]
         if replaced:
@@ -297,11 +301,12 @@ class DenseTraining:
         if self._armed.is_outdated and (group.rounds_here > 0 or self._is_armed_alone):
             self._arm()
         self._rounds_before = group.rounds
+        self._is_ready = group.rounds_here > 0
         self._armed.says = self._words(leaving=False)
 
-    def _words(self, *, leaving: bool) -> tuple[int, int, int]:
+    def _words(self, *, leaving: bool) -> tuple[int, int, int, int]:
         step = self._steps % _STEPS_TOLD
-        return int(leaving or self.group.is_wanted), step, int(self._is_replaced)
+        return int(leaving or self.group.is_wanted), step, int(self._is_replaced), int(self._is_ready)
 
     def _run_round(self, *, taking_part: bool) -> None:
         reducer = self._armed

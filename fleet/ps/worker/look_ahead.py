@@ -215,6 +215,10 @@ class LookAhead:
         #: by table, the distinct ids of the last batches that were prepared
         self._lately: deque[Mapping[int, Ids]] = deque(maxlen=depth)
 
+    @property
+    def device(self) -> torch.device:
+        return self._copies.device
+
     def prepare(self, wanted: Sequence[Wanted]) -> Prepared:
         """Find out which rows a batch will look up, and bring its ids to the device. Batches are prepared one after
         the other, by whatever thread."""

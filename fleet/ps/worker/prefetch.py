@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Any, TypeAlias, TypeVar
 
 from fleet.errors import ArgumentTypeError, ConfigurationError, UnsupportedError
 from fleet.nn import EmbeddingGroup, embedding
 from fleet.nn.embedding import is_remote
 from fleet.nn.handle import Wanted
-from fleet.numeric.device_copies import copies_to
-from fleet.ps.worker.look_ahead import Coming, Prepared
+from fleet.numeric.device_copies import copies_to, work_on
+from fleet.ps.worker.look_ahead import Coming, LookAhead, Prepared
 from fleet.ps.worker.lookups import Prefetched
 from fleet.ps.worker.runtime import WorkerRuntime
 
@@ -179,15 +181,14 @@ def _brought(
     coming = iter(batches)
     preparing: deque[tuple[Batch, Future[Prepared]]] = deque()
     queue: deque[tuple[Batch, Coming]] = deque()
-    # Which rows a batch looks up is found out while the ones before it are computed, mostly by compiled code.
-    preparer = ThreadPoolExecutor(1, "fleet-look-ahead")
+    preparer = _Preparer(look_ahead)
     try:
         while True:
             worker.turns.refuse_fork("prefetch()")  # which has no thread to prepare anything
             asked_before = len(queue)
             while len(queue) <= depth:
                 for batch, wanted in _foreseen(worker, coming, lookup, _PREPARED, preparing):
-                    preparing.append((batch, preparer.submit(look_ahead.prepare, _on_the_cpu(wanted))))
+                    preparing.append((batch, preparer.prepare(_on_the_cpu(wanted))))
                 if not preparing:
                     break
                 batch, prepared = preparing.popleft()
@@ -203,7 +204,43 @@ def _brought(
             worker.offer({})
             for _, each in queue:
                 each.abandon()
-            preparer.shutdown(cancel_futures=True)
+            preparer.close()
+
+
+class _Preparer:
+    """Finds out which rows batches look up while the ones before them are computed, mostly by compiled code. Its
+    thread is its own: Python's pools take no more work once the main thread has ended, and others may train on."""
+
+    def __init__(self, look_ahead: LookAhead) -> None:
+        self._look_ahead = look_ahead
+        self._asked: SimpleQueue[tuple[Future[Prepared], Sequence[Wanted]] | None] = SimpleQueue()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="fleet-look-ahead", daemon=True)
+        self._thread.start()
+
+    def prepare(self, wanted: Sequence[Wanted]) -> Future[Prepared]:
+        """Begin to prepare a batch, after those before it."""
+        prepared: Future[Prepared] = Future()
+        self._asked.put((prepared, wanted))
+        return prepared
+
+    def _run(self) -> None:
+        work_on(self._look_ahead.device)
+        while (asked := self._asked.get()) is not None:
+            prepared, wanted = asked
+            if self._closed:
+                continue
+            try:
+                prepared.set_result(self._look_ahead.prepare(wanted))
+            except BaseException as error:
+                prepared.set_exception(error)
+
+    def close(self) -> None:
+        """Wait for what is being prepared, and prepare no more."""
+        self._closed = True
+        self._asked.put(None)
+        if threading.current_thread() is not self._thread:  # garbage is collected on any thread
+            self._thread.join()
 
 
 def _on_the_cpu(wanted: Sequence[Wanted]) -> Sequence[Wanted]:
