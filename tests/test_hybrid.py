@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import SOON, Job, assert_close, run_job, until, values
+from harness import PATIENT, SOON, Job, assert_close, run_job, until, values
 from inside import leave, worker_of
 from test_parity_dense import OPTIMIZERS, TEMPLATE, loss_of, make_model, reference
 
@@ -276,6 +276,32 @@ def test_a_worker_that_stops_leaves_and_the_others_go_on(net: Net) -> None:
     assert_close(hybrid, servers)
     assert (groups[1], groups[-1]) == (3, 1)
     assert sorted(groups, reverse=True) == groups
+
+
+@pytest.mark.parametrize(("backwards", "dies"), [(3, False), (2, True)])
+def test_the_others_meet_once_amid_a_step_of_several_backwards(net: Net, backwards: int, dies: bool) -> None:
+    """What they had said in the group before is not true of the next one: its first step has no buckets."""
+
+    def body(fleet_: Fleet, worker: int) -> tuple[int, list[torch.Tensor]] | None:
+        model = copy.deepcopy(net)
+        plain = torch.optim.SGD(model.parameters(), 0.05)
+        optimizer = fleet_.distributed_optimizer(plain, sync(dense="all_reduce"), model=model)
+        fleet_.init_worker()
+        for step in range(3 if worker == 2 else 6):
+            optimizer.zero_grad()
+            for _ in range(backwards):
+                model.loss(step, worker).backward()
+            optimizer.step()
+        if worker == 2:
+            if dies:
+                leave(fleet_)
+            return None
+        number = worker_of(fleet_).dense.group.number
+        return number, [each.detach().clone() for each in model.dense.parameters()]
+
+    (one, first), (other, second), _ = run_job(body, 3, 1, environ=SOON if dies else PATIENT)
+    assert one == other == 2
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(first, second, strict=True))
 
 
 def test_clipping_is_by_the_norm_of_what_all_push(net: Net) -> None:

@@ -269,7 +269,11 @@ threading.Thread(target=job.work, args=(0,)).start()
 @pytest.mark.slow
 def test_threads_train_on_when_the_main_thread_has_ended() -> None:
     found = subprocess.run(
-        [sys.executable, "-c", ENDING], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=PATIENCE_S
+        [sys.executable, "-c", ENDING],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        timeout=4 * PATIENCE_S,
     )
     assert "trained [[-12.0, -12.0]]" in found.stdout, found.stderr
 

@@ -65,7 +65,7 @@ _log = logging.getLogger("fleet.server")
 _BASE = "move"
 #: What the state of a server that stands still says of pushes beside what waits there: what is in its buffers, how many
 #: updates wait for a norm, and what comes again.
-BUFFERS, DUE, AGAIN = "buffers", "due", "again"
+BUFFERS, DUE, AGAIN, RENEWED = "buffers", "due", "again", "renewed"
 
 
 @dataclass
@@ -376,6 +376,7 @@ class Moving:
         state[BUFFERS], state[DUE] = job.rounds.gate.buffers(0), len(job.rounds.due)
         state[PUSHED], state[AGAIN] = [each for each in job.rounds.pushed if each not in again], again
         state[GIVEN] = [] if shard.readers is None else shard.readers.keys
+        state[RENEWED] = job.moves.renewed
         records: list[tuple[str, bytes]] = []
         if shard.server == 0:
             for number, outcome in job.reductions.outcomes():
@@ -401,8 +402,8 @@ class Moving:
         self._released += halt.let_through(delivered)
         clocks = job.rounds.gate.clocks
         behind = [worker for worker, step in delivered.items() if clocks.get(worker, step) < step]
-        if again := [worker for worker in behind if halt.holds_hello_of(worker) or _has_come_again(job, worker)]:
-            raise stale(self._where, f"workers that have started again take their last steps once more: {again}")
+        if again := [worker for worker in behind if halt.holds_hello_of(worker)]:
+            raise stale(self._where, f"workers start again that had reached other servers alone: {again}")
         if behind or not self._steps.place_all(job, told, arrival.worker, arrival.outbox):
             raise ServerBusyError("pushes that other servers have are on their way", where=self._where, got=behind)
 
@@ -589,8 +590,3 @@ def _is_awaited(job: Job, worker: int, step: int) -> bool:
 
 def _tensor_of(data: bytes) -> WireTensor:
     return WireTensor.of(np.frombuffer(data, np.uint8))
-
-
-def _has_come_again(job: Job, worker: int) -> bool:
-    """Say whether a worker has started again and not pushed since: it needs more than to send what it has."""
-    return job.moves.renewed.get(worker) == job.rounds.gate.clocks.get(worker)

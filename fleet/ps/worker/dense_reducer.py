@@ -100,6 +100,7 @@ class LastingReducer(Reducer):
             self._meet()
         self.is_taken_over = False
         self._is_plain = not group.is_in_step
+        assert self._is_plain or not self.is_outdated, "who said that it is ready has a reducer of this group"
         if not self._is_plain:
             super()._open()
             return

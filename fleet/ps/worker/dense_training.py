@@ -149,6 +149,8 @@ class DenseTraining:
         this is ``in_a_step``, on whose gradients it has met the others, all have to be there."""
         while True:
             step, self._is_ready = self._progress.completed, False
+            if self._reducer is not None:  # what it says of the group before is not true of this one
+                self._reducer.says = (*self._reducer.says[:-1], 0)
             comers = self.group.meet(step, self._steps, self._device, has_values=self._has_values)
             if in_a_step and len({(each.rounds, each.place) for each in comers}) != 1:
                 raise self._lost_in_a_step(f"workers that were not as far: {[each.worker for each in comers]}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import sys
 import threading
 from collections import deque
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, TypeAlias, TypeVar
+from weakref import WeakSet
 
 from fleet.errors import ArgumentTypeError, ConfigurationError, UnsupportedError
 from fleet.nn import EmbeddingGroup, embedding
@@ -217,6 +219,7 @@ class _Preparer:
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="fleet-look-ahead", daemon=True)
         self._thread.start()
+        _preparers.add(self)
 
     def prepare(self, wanted: Sequence[Wanted]) -> Future[Prepared]:
         """Begin to prepare a batch, after those before it."""
@@ -225,15 +228,15 @@ class _Preparer:
         return prepared
 
     def _run(self) -> None:
-        work_on(self._look_ahead.device)
         while (asked := self._asked.get()) is not None:
             prepared, wanted = asked
-            if self._closed:
-                continue
-            try:
-                prepared.set_result(self._look_ahead.prepare(wanted))
-            except BaseException as error:
-                prepared.set_exception(error)
+            if not self._closed:
+                try:
+                    work_on(self._look_ahead.device)
+                    prepared.set_result(self._look_ahead.prepare(wanted))
+                except BaseException as error:
+                    prepared.set_exception(error)
+            del asked, prepared, wanted  # which hold rows, until the next batch comes
 
     def close(self) -> None:
         """Wait for what is being prepared, and prepare no more."""
@@ -241,6 +244,16 @@ class _Preparer:
         self._asked.put(None)
         if threading.current_thread() is not self._thread:  # garbage is collected on any thread
             self._thread.join()
+
+
+#: Those at work, which the end of the process waits for: a thread that is in compiled code then would abort it.
+_preparers: WeakSet[_Preparer] = WeakSet()
+
+
+@atexit.register
+def _end_preparing() -> None:
+    for each in list(_preparers):
+        each.close()
 
 
 def _on_the_cpu(wanted: Sequence[Wanted]) -> Sequence[Wanted]:

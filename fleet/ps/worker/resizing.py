@@ -54,6 +54,8 @@ _FIRST = "dense:0:0"
 _MOST_ROUNDS, _FEW = 8, 1 << 14
 #: So often a move within one call begins anew.
 _MOST_ATTEMPTS = 5
+#: A move that has to begin anew rests, each time longer, up to so long.
+_LONGEST_PAUSE_S = 2.0
 #: What tells the moves that this process begins from each other.
 _numbers = itertools.count(1)
 #: A copy beside the training leaves it alone for so many times as long as a piece has taken.
@@ -69,17 +71,25 @@ def resize(worker: WorkerRuntime, endpoints: object) -> None:
 def _move(worker: WorkerRuntime, servers: tuple[Endpoint, ...]) -> None:
     """Move the job; begin anew, after a while, where a durable server was killed meanwhile and goes on, or a worker
     that has started again has a step to take first."""
-    clock, pause = worker.connections.by_server[0].clock, RETRY_PAUSE_S
-    for left in reversed(range(_MOST_ATTEMPTS)):
+    first = worker.connections.by_server[0]
+    began, pause, left = first.clock.now(), RETRY_PAUSE_S, _MOST_ATTEMPTS
+    while True:
         try:
             Copy(worker, servers).move()
+            return
+        except _TakenAgainError:  # which takes as long as the worker's script
+            if first.clock.now() - began > first.deadline_s:
+                raise
         except MissedError:
+            left -= 1
             if not left:
                 raise
-            clock.sleep(pause)
-            pause *= 2
-        else:
-            return
+        first.clock.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+
+class _TakenAgainError(MissedError):
+    """Says that a worker was killed when some servers had its push, and the next process has not come as far."""
 
 
 class AskedMove:
@@ -273,6 +283,11 @@ class Copy:
         furthest = {worker: max(each.get(worker, 0) for each in clocks) for worker in {*chain(*clocks)}}
         # Who waits at the first server for the answer to a push may not know that another one lacks it.
         furthest |= {str(worker): step - 1 for worker, step in states[0]["again"]}
+        renewed = [state.pop("renewed") for state in states]
+        if again := [worker for worker, step in furthest.items() if _is_taken_again(worker, step, clocks, renewed)]:
+            raise _TakenAgainError(
+                f"workers that have started again take a step once more before the job moves: {again}"
+            )
         if any(each != furthest for each in clocks):
             delivered = {int(worker): step for worker, step in furthest.items()}
             replies = [self._let_go(connection, 0, delivered) for connection in self._former]
@@ -287,6 +302,7 @@ class Copy:
             replies = [self._let_go(connection, 0) for connection in self._former]
             states = [json.loads(reply.message.about) for reply in replies]
         state = states[0]
+        state.pop("renewed", None)
         state["past"] = _joined([each["past"] for each in states])
         state["staleness"] = total(each["staleness"] for each in states)
         state[GIVEN] = dict.fromkeys((worker, table) for each in states for worker, table in each.pop(GIVEN))
@@ -447,3 +463,12 @@ def _parts(about: dict[str, Any], tensors: Sequence[WireTensor], servers: int) -
         return [tensors] * servers
     parts = partition(tensors[0].array, servers)
     return [[WireTensor(each.dtype, each.array[part]) for each in tensors] for part in parts]
+
+
+def _is_taken_again(
+    worker: str, step: int, clocks: Sequence[Mapping[str, int]], renewed: Sequence[Mapping[str, int]]
+) -> bool:
+    """Say whether some servers lack a step that others have of a process of this worker that is no more."""
+    have = [each.get(worker, 0) >= step for each in clocks]
+    former = [each.get(worker, -1) >= step for each in renewed]
+    return not all(have) and all(was for has, was in zip(have, former, strict=True) if has)
