@@ -278,6 +278,38 @@ def test_threads_train_on_when_the_main_thread_has_ended() -> None:
     assert "trained [[-12.0, -12.0]]" in found.stdout, found.stderr
 
 
+LEAVING = """
+import sys, threading, torch
+from harness import Job
+import fleet.nn
+from fleet.role_maker import Role
+
+job = Job(lambda *_: None, 1, 1)
+threading.Thread(target=job.serve, args=(0,), daemon=True).start()
+fleet_ = job.fleet(Role.WORKER, 0)
+table = fleet.nn.Embedding(None, 2, initializer="zeros")
+fleet_.distributed_optimizer(torch.optim.SGD(table.parameters(), lr=1.0))
+fleet_.init_worker()
+data = [torch.tensor([1])] * 3 + [torch.randint(0, 1 << 40, (6_000_000,))] * 3
+stream = fleet_.prefetch(data, lambda ids: {table: ids}, 1, device="cpu")
+next(stream), next(stream)
+fleet_.stop_worker()
+sys.exit(3)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_ends_in_order_while_a_batch_is_prepared() -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", LEAVING],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        timeout=4 * PATIENCE_S,
+    )
+    assert found.returncode == 3, found.stderr
+
+
 # --- Without shared steps ---------------------------------------------------------------------------------------------
 
 

@@ -2324,3 +2324,18 @@ def test_what_is_asked_from_outside_is_checked(endpoints: list[str]) -> None:
     goes_on.set()
     job.join(threads)
     assert job.errors == {}
+
+
+@pytest.mark.parametrize(
+    ("clocks", "renewed", "expected"),
+    [
+        ([4, 4], [{}, {}], False),
+        ([3, 4], [{}, {}], False),  # on its way
+        ([3, 4], [{"1": 3}, {"1": 4}], True),  # of a process that was killed
+        ([3, 4], [{"1": 3}, {"1": 3}], False),  # of the next process, on its way
+        ([3, 4], [{"1": 3}, {}], False),  # the next process has not said hello there
+        ([3, 4, 4], [{"1": 3}, {"1": 4}, {"1": 4}], True),
+    ],
+)
+def test_whose_push_a_move_waits_for(clocks: list[int], renewed: list[dict[str, int]], expected: bool) -> None:
+    assert resizing._is_taken_again("1", 4, [{"1": clock} for clock in clocks], renewed) is expected
