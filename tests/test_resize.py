@@ -535,6 +535,8 @@ class StrikingNetwork:
         kind = message.WhichOneof("kind")
         if not self.counts or message.worker or kind not in OF_A_MOVE or self._to not in (None, str(endpoint)):
             return False
+        if threading.current_thread().name.startswith("fleet-heartbeat"):  # on a slow machine it asks, too
+            return False
         self._left -= 1
         return self._left == 0
 
