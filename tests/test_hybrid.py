@@ -280,25 +280,28 @@ def test_a_worker_that_stops_leaves_and_the_others_go_on(net: Net) -> None:
 
 @pytest.mark.parametrize(("backwards", "dies"), [(3, False), (2, True)])
 def test_the_others_meet_once_amid_a_step_of_several_backwards(backwards: int, dies: bool) -> None:
-    """What they had said in the group before is not true of the next one: its first step has no buckets."""
+    """What they had said in the group before is not true of the next one: its first step has no buckets. Where they
+    meet in a backward, that needs the buffers which its forward has had."""
 
     def body(fleet_: Fleet, worker: int) -> tuple[int, list[torch.Tensor]] | None:
-        model = torch.nn.Linear(4, 2)
-        torch.nn.init.ones_(model.weight)
+        norm, linear = torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2)
+        torch.nn.init.ones_(linear.weight)
+        model = torch.nn.Sequential(norm, linear)
         plain = torch.optim.SGD(model.parameters(), 0.05)
         optimizer = fleet_.distributed_optimizer(plain, sync(dense="all_reduce"), model=model)
         fleet_.init_worker()
         for _ in range(3 if worker == 2 else 6):
             optimizer.zero_grad()
             for number in range(backwards):
-                model(torch.full((3, 4), 1.0 + number + worker)).square().mean().backward()
+                examples = torch.arange(12.0).reshape(3, 4) * (1 + number + worker)
+                (model(examples) - 1).square().mean().backward()
             optimizer.step()
         if worker == 2:
             if dies:
                 leave(fleet_)
             return None
         number = worker_of(fleet_).dense.group.number
-        return number, [each.detach().clone() for each in model.parameters()]
+        return number, [each.clone() for each in model.state_dict().values()]
 
     (one, first), (other, second), _ = run_job(body, 3, 1, environ=SOON if dies else PATIENT)
     assert one == other == 2

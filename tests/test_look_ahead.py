@@ -244,6 +244,13 @@ def test_values_that_were_replaced_are_read() -> None:
     assert run_job(body, 1, 1) == [[1, 1, 0, 1, -1, 9, -2, 9]]
 
 
+def process_of(script: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", script]
+    return subprocess.run(
+        command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=4 * PATIENCE_S, check=False
+    )
+
+
 ENDING = """
 import threading, torch
 from harness import Job
@@ -268,13 +275,7 @@ threading.Thread(target=job.work, args=(0,)).start()
 
 @pytest.mark.slow
 def test_threads_train_on_when_the_main_thread_has_ended() -> None:
-    found = subprocess.run(
-        [sys.executable, "-c", ENDING],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        timeout=4 * PATIENCE_S,
-    )
+    found = process_of(ENDING)
     assert "trained [[-12.0, -12.0]]" in found.stdout, found.stderr
 
 
@@ -300,13 +301,7 @@ sys.exit(3)
 
 @pytest.mark.slow
 def test_a_process_ends_in_order_while_a_batch_is_prepared() -> None:
-    found = subprocess.run(
-        [sys.executable, "-c", LEAVING],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        timeout=4 * PATIENCE_S,
-    )
+    found = process_of(LEAVING)
     assert found.returncode == 3, found.stderr
 
 

@@ -129,13 +129,14 @@ def bring(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Callable
         if each.device.type == "cuda":
             here = torch.empty(each.shape, dtype=each.dtype, pin_memory=True)
             here.copy_(each, non_blocking=True)
-            # A thread that waits for it leaves its core to others.
-            marks[each.device] = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            marks.setdefault(each.device)
         elif not each.is_cpu:
             here = each.cpu()
         found.append(here)
-    for device, mark in marks.items():
-        mark.record(torch.cuda.current_stream(device))
+    for device in marks:
+        # A thread that waits for it leaves its core to others.
+        marks[device] = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        marks[device].record(torch.cuda.current_stream(device))
 
     def wait() -> None:
         for mark in marks.values():

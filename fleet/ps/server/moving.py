@@ -64,7 +64,7 @@ _log = logging.getLogger("fleet.server")
 #: Under this name a copy goes on from the epochs of its rounds.
 _BASE = "move"
 #: What the state of a server that stands still says of pushes beside what waits there: what is in its buffers, how many
-#: updates wait for a norm, and what comes again.
+#: updates wait for a norm, what comes again, and how far workers had come here before they started again.
 BUFFERS, DUE, AGAIN, RENEWED = "buffers", "due", "again", "renewed"
 
 

@@ -96,7 +96,7 @@ class DenseGroup:
         #: whether this worker's next round is its last
         self.is_leaving = False
         #: whether all have said in the last round that buckets may leave while backward runs
-        self.is_in_step = False
+        self.has_buckets = False
         #: whether a collective has begun that nobody waits for any more
         self.is_unfinished = False
         self._is_broken = False
@@ -171,7 +171,7 @@ class DenseGroup:
             self.rank = next(rank for rank, each in enumerate(comers) if each.worker == self._worker)
             self.size, self.number, self.is_trained = len(comers), told["number"], told["trained"]
             self.rounds_here, self.is_over, self._is_broken, self.is_unfinished = 0, False, False, False
-            self.is_in_step = False
+            self.has_buckets = False
             self._whereabouts.together = Together(self.number)
             patience = timedelta(seconds=self._first.deadline_s)
             host, port = json.loads(comers[0].address)

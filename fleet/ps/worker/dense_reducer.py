@@ -67,7 +67,7 @@ class LastingReducer(Reducer):
         turns: Turns,
         words: int,
         asked: Sequence[Callable[[], bool]],
-        meet: Callable[[], bool],
+        meet: Callable[..., bool],
     ) -> None:
         """``dtype`` is what gradients travel in, if not as they are. ``meet`` makes another group, and tells whether
         this worker has got from the others what this round, and the step it is of, would have brought."""
@@ -97,9 +97,9 @@ class LastingReducer(Reducer):
         group = self._lasting
         if group.must_meet:
             self._turns.refuse_fork("backward()")
-            self._meet()
+            self._meet(in_backward=True)
         self.is_taken_over = False
-        self._is_plain = not group.is_in_step
+        self._is_plain = not group.has_buckets
         assert self._is_plain or not self.is_outdated, "who said that it is ready has a reducer of this group"
         if not self._is_plain:
             super()._open()

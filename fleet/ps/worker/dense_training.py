@@ -109,8 +109,8 @@ class DenseTraining:
         types = ElementTypes(self._watched, names, [param.dtype for param in self._watched])
         self._weights = [handle.weight for handle in described.handles]
         asked = [partial(ask, weight) for ask in (has_gradient, is_infinite) for weight in self._weights]
-        one_device(self._watched, names)
         if self.group.size == 1:
+            one_device(self._watched, names)  # as those ask who average
             self._reducer = LoneReducer(types, self.group, self._after_round, _WORDS, len(asked))
         else:
             self._reducer = LastingReducer(
@@ -144,9 +144,10 @@ class DenseTraining:
 
     # ---------------------------------------------------------------- meeting
 
-    def _meet(self, *, in_a_step: bool = False) -> bool:
+    def _meet(self, *, in_a_step: bool = False, in_backward: bool = False) -> bool:
         """Make another group; return whether this worker has got from it what it would have come to in this step. If
-        this is ``in_a_step``, on whose gradients it has met the others, all have to be there."""
+        this is ``in_a_step``, on whose gradients it has met the others, all have to be there. Where it is
+        ``in_backward``, which may need the model's buffers as they are, those come when that is through."""
         while True:
             step, self._is_ready = self._progress.completed, False
             if self._reducer is not None:  # what it says of the group before is not true of this one
@@ -159,11 +160,11 @@ class DenseTraining:
                 return True
             try:
                 with self.group.together("the values to go on from"):
-                    return self._level(comers)
+                    return self._level(comers, in_backward=in_backward)
             except GroupBrokenError:
                 continue
 
-    def _level(self, comers: Sequence[Comer]) -> bool:
+    def _level(self, comers: Sequence[Comer], *, in_backward: bool) -> bool:
         """Bring everybody to where the furthest is."""
         group = self.group
         there = [rank for rank, each in enumerate(comers) if each.has_values]
@@ -184,7 +185,8 @@ class DenseTraining:
         if any(behind):
             self._loads = hand_over(group, self._described, source, self._loads)
         if self._model is not None:
-            group.broadcast(list(self._model.buffers()), source)
+            buffers = list(self._model.buffers())
+            group.broadcast([each.clone() for each in buffers] if in_backward else buffers, source)
         group.rounds, was_there = first.rounds, self._has_values
         if not was_there or self._is_late:
             self._steps, self._is_late = first.steps, False
@@ -233,7 +235,7 @@ class DenseTraining:
                 todo="Let every worker go backward as often in a step; those beyond the last belong into no_sync().",
             )
         group.is_over = group.is_over or any(said[0] for said in done.words)
-        group.is_in_step = all(said[3] for said in done.words)
+        group.has_buckets = all(said[3] for said in done.words)
         self._level_rows(done.marked)
         replaced = [rank for rank, said in enumerate(done.words) if said[2]]
         if replaced:

@@ -283,7 +283,7 @@ class Copy:
         furthest = {worker: max(each.get(worker, 0) for each in clocks) for worker in {*chain(*clocks)}}
         # Who waits at the first server for the answer to a push may not know that another one lacks it.
         furthest |= {str(worker): step - 1 for worker, step in states[0]["again"]}
-        renewed = [state.pop("renewed") for state in states]
+        renewed = [state["renewed"] for state in states]
         if again := [worker for worker, step in furthest.items() if _is_taken_again(worker, step, clocks, renewed)]:
             raise _TakenAgainError(
                 f"workers that have started again take a step once more before the job moves: {again}"
@@ -302,7 +302,6 @@ class Copy:
             replies = [self._let_go(connection, 0) for connection in self._former]
             states = [json.loads(reply.message.about) for reply in replies]
         state = states[0]
-        state.pop("renewed", None)
         state["past"] = _joined([each["past"] for each in states])
         state["staleness"] = total(each["staleness"] for each in states)
         state[GIVEN] = dict.fromkeys((worker, table) for each in states for worker, table in each.pop(GIVEN))

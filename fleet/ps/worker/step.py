@@ -78,20 +78,20 @@ class UserGradients:
         if self.check_finite or any(handle.goes_by_weight for handle in handles):
             gradients = self.take(None).copied()
             return lambda: gradients
-        options, dense, rows = self._trained.description.options(), self._flats(), self._row_gradients()
+        options, (dense, away), rows = self._trained.description.options(), self._flats(), self._row_gradients()
         read, state = self._take_clocks(), self.end_step()
-        away = {index: grad for index, grad in enumerate(dense) if grad is not None and is_away(grad)}
         rows_away = {index: each for index, each in rows.items() if is_away(each.rows)}
         here = {index: each.merged() for index, each in rows.items() if index not in rows_away}
-        staying = [None if index in away else grad for index, grad in enumerate(dense)]
-        taken = Gradients(staying, here, read, options, state=state).copied()
+        taken = Gradients(dense, here, read, options, state=state).copied()
         with self._copying:
             copies, wait = bring([*away.values(), *(part for each in rows_away.values() for part in each[:2])])
 
         def arrived() -> Gradients:
             wait()
             coming = iter(copies)
-            whole = [next(coming) if index in away else grad for index, grad in enumerate(taken.dense)]
+            whole = [*taken.dense]
+            for index in away:
+                whole[index] = next(coming)
             came = {
                 index: GradientRows(next(coming), next(coming), each.once).merged() for index, each in rows_away.items()
             }
@@ -111,8 +111,7 @@ class UserGradients:
 
     def dense(self) -> list[torch.Tensor | None]:
         """Return the flat gradient of every parameter, on the CPU; none of those that are trained on the workers."""
-        flat = self._flats()
-        away = {index: grad for index, grad in enumerate(flat) if grad is not None and is_away(grad)}
+        flat, away = self._flats()
         for index, here in zip(away, self._brought(away.values()), strict=True):
             flat[index] = here
         if self.check_finite:
@@ -122,26 +121,32 @@ class UserGradients:
         return flat
 
     @torch.no_grad()
-    def _flats(self) -> list[torch.Tensor | None]:
-        """Return the same where they are."""
+    def _flats(self) -> tuple[list[torch.Tensor | None], dict[int, torch.Tensor]]:
+        """Return the same of those that are on the CPU, and by place those that are not."""
+        away: dict[int, torch.Tensor] = {}
         if self._trained.plan.spec.settings.has_dense_on_workers:
-            return [None] * len(self._trained.description.params)
+            return [None] * len(self._trained.description.params), away
         grads = [param.grad for param in self._trained.description.params]
         # With many small parameters each look at a gradient counts.
-        return [
+        flat = [
             grad
             if grad is None or (grad.dim() == 1 and grad.is_cpu and not grad.is_sparse)
-            else self._flat(place, grad)
+            else self._flat(place, grad, away)
             for place, grad in enumerate(grads)
         ]
+        return flat, away
 
-    def _flat(self, index: int, grad: torch.Tensor) -> torch.Tensor:
+    def _flat(self, index: int, grad: torch.Tensor, away: dict[int, torch.Tensor]) -> torch.Tensor | None:
         if grad.is_sparse:
             raise UnsupportedError(
                 f"the gradient of {self._name(index)} is sparse",
                 todo="Hand the model to distributed_optimizer(…, model=…), so that its sparse tables go remote.",
             )
-        return grad.reshape(-1)
+        flat = grad.reshape(-1)
+        if not is_away(flat):
+            return flat
+        away[index] = flat
+        return None
 
     def rows(self) -> dict[int, Rows]:
         """Return, for every table that was used, distinct ids and the gradients of their rows."""
