@@ -117,6 +117,9 @@ class Fleet:
             from fleet.ps.server.lean import be_lean
 
             be_lean() if assignment.is_server else put_off_compiler()
+        from fleet.numeric.elementary import find_elementary_functions
+
+        find_elementary_functions()
 
     def is_worker(self) -> bool:
         """Say whether this process trains. A process that runs alone does, and its server is a part of it.

@@ -95,6 +95,7 @@ ONLY: dict[str, dict[str, str]] = {
         "checkpoints.py": "writer",
         "ray.py": "lock",
         "ps/backend.py": "embedding",
+        "numeric/elementary.py": "lock",
         "numeric/jit.py": "compiler",
         "ps/table/row_file.py": "writer",
         "ps/table/stores.py": "writer",

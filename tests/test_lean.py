@@ -6,11 +6,16 @@ import os
 import platform
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+import torch
+from harness import until
 from patience import PATIENCE_S
 from prepared import Prepared
+
+from fleet.numeric import elementary
 
 _AREAS = """
 import ctypes, sys, threading
@@ -123,3 +128,47 @@ print(torch.optim.Optimizer.zero_grad.__wrapped__.__dict__.get("__dynamo_disable
 def test_nothing_is_left_behind_by_whatever_order_the_compiler_comes_in(prepared: Prepared, tmp_path: Path) -> None:
     """A wrapper has no copy of what was remembered, and a function that comes while the import begins has none left."""
     assert told(prepared, tmp_path, _BEGUN) == ["[]", "None"]
+
+
+_ROOTS = """
+import os, torch
+asked, root = [], torch.sqrt
+torch.sqrt = lambda of: asked.append(of.dtype) or root(of)
+import fleet
+from fleet.role_maker import UserDefinedRoleMaker, Role
+roles = [UserDefinedRoleMaker(0, role, 1, ["127.0.0.1:1"]) for role in (Role.SERVER, Role.WORKER)]
+for _ in range(2):
+    fleet.init({})
+    print(*sorted(map(str, asked)))
+"""
+
+
+@pytest.mark.parametrize("role", ["roles[0]", "roles[1]", ""], ids=["server", "worker", "alone"])
+def test_elementary_functions_are_called_before_any_thread_begins(
+    prepared: Prepared, tmp_path: Path, role: str
+) -> None:
+    """MKL looks for the code of each then, and gives a thread that comes meanwhile another one."""
+    assert told(prepared, tmp_path, _ROOTS.format(role)) == ["torch.float32 torch.float64"] * 2
+
+
+def test_threads_wait_until_elementary_functions_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, may_end = list[torch.dtype](), threading.Event()
+
+    def root(of: torch.Tensor) -> None:
+        asked.append(of.dtype)
+        may_end.wait(PATIENCE_S)
+
+    monkeypatch.setattr(torch, "sqrt", root)
+    monkeypatch.setattr(elementary, "_found", set())
+    threads = [threading.Thread(target=elementary.find_elementary_functions) for _ in range(2)]
+    for each in threads:
+        each.start()
+    try:
+        until(lambda: bool(asked))
+        threads[1].join(0.1)
+        assert all(each.is_alive() for each in threads)
+    finally:
+        may_end.set()
+        for each in threads:
+            each.join(PATIENCE_S)
+    assert asked == [torch.float32, torch.float64]
