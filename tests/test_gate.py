@@ -864,7 +864,7 @@ class Pair:
             raise Violation(f"a buffer is closed, nothing of it is on its way, and it is not applied: {lines}")
         for worker, line in enumerate(lines):
             for event in ("first", "second", "tell", "part", "part 1", "bye", "found 0", "found 1", "die"):
-                after = self.after(event, worker, line, copied(gates), deaths, answers[worker])
+                after = self.after(event, worker, line, gates, deaths, answers[worker])
                 if after is None:
                     continue
                 moved = moved or event != "die"
@@ -879,38 +879,45 @@ class Pair:
         if not moved:
             self.check(gates, lines, done)
 
-    def after(self, event: str, worker: int, line: Line, gates: Any, deaths: int, answer: Any) -> Any:
-        """What an event makes of a worker, the gates, and what is told; None if it cannot happen now."""
+    def after(self, event: str, worker: int, line: Line, before: Any, deaths: int, answer: Any) -> Any:
+        """What an event makes of a worker, the gates, and what is told; None if it cannot happen now. The gates that
+        there were stay as they are."""
         effects: list[list[Effect]] = [[], []]
+
+        def at(server: int) -> GbaGate:
+            gates[server] = copied(before[server])
+            return gates[server]
+
+        gates = [*before]
         alive = line.gone == (False, False) and line.told >= 0
         step = max(line.told, 0) + 1
         token = min(gates[0].version, gates[1].version)
         if event == "first" and alive and line.first < step <= STEPS - 1:
-            effects[0] = gates[0].push(worker, step, token)
+            effects[0] = at(0).push(worker, step, token)
             became, answer = replace(line, first=step), (tuple(gates[0].buffers(token)), frozen(gates[0].gone))
         elif event == "second" and alive and line.second < step <= STEPS - 1:
-            effects[1] = gates[1].push(worker, step, None)
+            effects[1] = at(1).push(worker, step, None)
             became = replace(line, second=step, seen=gates[1].version)
         elif event == "tell" and alive and line.first == line.second == step:
             if any(buffer.divisor and buffer.version >= line.seen for buffer in answer[0]):
-                effects[1] = gates[1].place(worker, step, answer[0], dict(answer[1]))
+                effects[1] = at(1).place(worker, step, answer[0], dict(answer[1]))
             became, answer = replace(line, told=step), ()
         elif event == "part" and alive and line.told == STEPS - 1 and not line.parting[0]:
-            effects[0] = gates[0].parts(worker)
+            effects[0] = at(0).parts(worker)
             became = replace(line, parting=(True, False))
             answer = tuple(gates[0].buffers(0)), frozen(gates[0].gone)
         elif event == "part 1" and alive and line.parting == (True, False):
-            effects[1] = gates[1].place(worker, STEPS - 1, answer[0], dict(answer[1]))
+            effects[1] = at(1).place(worker, STEPS - 1, answer[0], dict(answer[1]))
             became, answer = replace(line, parting=(True, True)), ()
         elif event == "bye" and alive and line.parting == (True, True):
-            effects = [gate.leave(worker) for gate in gates]
+            effects = [at(server).leave(worker) for server in range(2)]
             became = replace(line, gone=(True, True))
         elif event == "die" and alive and deaths:
             return replace(line, told=-1, was=line.told), gates, effects, (), deaths - 1
         elif event.startswith("found") and line.told < 0 and not line.gone[int(event[-1])]:
-            at = int(event[-1])
-            effects[at] = gates[at].leave(worker)
-            became = replace(line, gone=(True, line.gone[1]) if at == 0 else (line.gone[0], True))
+            server = int(event[-1])
+            effects[server] = at(server).leave(worker)
+            became = replace(line, gone=(True, line.gone[1]) if server == 0 else (line.gone[0], True))
         else:
             return None
         return became, gates, effects, answer, deaths

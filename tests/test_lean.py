@@ -159,7 +159,7 @@ def test_threads_wait_until_elementary_functions_are_found(monkeypatch: pytest.M
         may_end.wait(PATIENCE_S)
 
     monkeypatch.setattr(torch, "sqrt", root)
-    monkeypatch.setattr(elementary, "_found", set())
+    monkeypatch.setattr(elementary, "_are_found", False)
     threads = [threading.Thread(target=elementary.find_elementary_functions) for _ in range(2)]
     for each in threads:
         each.start()

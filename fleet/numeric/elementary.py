@@ -20,16 +20,22 @@ _NAMES = (
 _DTYPES = (torch.float32, torch.float64)
 
 _one_at_a_time = threading.Lock()
-#: Those whose code has been found.
-_found: set[tuple[str, torch.dtype]] = set()
+_are_found = False
 
 
 def find_elementary_functions() -> None:
     """Return when the code of each function has been found; other threads that ask for this wait as well."""
-    with _one_at_a_time, torch.no_grad():
-        for dtype in _DTYPES:
-            argument = torch.full((1,), 0.5, dtype=dtype, device="cpu")
-            for name in _NAMES:
-                if (name, dtype) not in _found:
-                    getattr(torch, name)(argument)
-                    _found.add((name, dtype))
+    global _are_found
+    if not _are_found:
+        with _one_at_a_time:
+            if not _are_found:
+                _call_each()
+            _are_found = True
+
+
+@torch.no_grad()
+def _call_each() -> None:
+    for dtype in _DTYPES:
+        argument = torch.full((1,), 0.5, dtype=dtype, device="cpu")
+        for name in _NAMES:
+            getattr(torch, name)(argument)

@@ -23,6 +23,7 @@ from typing import Any
 import fleet
 from fleet.base import exit_guard
 from fleet.numeric import jit
+from fleet.numeric.elementary import find_elementary_functions
 
 from .disk import stands_for_os
 from .scheduler import Killed, Scheduler, Thread
@@ -448,6 +449,7 @@ def installed(running: Scheduler, seed: int) -> Iterator[None]:
         id(jit._undisturbed): _compile,
     }
     if not _places:
+        find_elementary_functions()  # once in this process, as compiling
         for names in map(vars, import_all()):
             there = [(name, value) for name, value in names.items() if id(value) in stands or isinstance(value, _LOCKS)]
             _places.extend((names, name, value) for name, value in there)
