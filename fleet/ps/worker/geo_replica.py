@@ -262,7 +262,6 @@ class GeoTraining:
         self._fetch_rows = fetch_rows
         self._unsent = 0  #: steps since the replica last agreed with the servers
         self._state: np.ndarray[Any, Any] | None = None  #: of the worker's own objects, to be kept with these
-        self._takes_no_more = False
         #: from the first values on
         self.replica: Replica | None = None
 
@@ -298,15 +297,9 @@ class GeoTraining:
 
     def flush(self, *, edits: bool) -> None:
         """Tell the servers of everything that this worker has trained, and with ``edits`` of what its script alone has
-        changed since. A push that one of them has from an earlier process waits until it has as many steps again, as
-        that one counts them."""
-        is_whole = self._takes_no_more or self._unsent >= (self._progress.repeated_steps or 0)
-        if self.replica is not None and is_whole and (self._unsent or (edits and self.replica.is_edited)):
+        changed since."""
+        if self.replica is not None and (self._unsent or (edits and self.replica.is_edited)):
             self._agree(self.replica)
-
-    def end(self) -> None:
-        """Note that no step follows: what there is leaves with the next flush."""
-        self._takes_no_more = True
 
     def move(self) -> None:
         """Go on with other servers."""

@@ -733,8 +733,6 @@ class WorkerRuntime:
         try:
             with self.turns:
                 self.finish_interrupted("stop_worker()")
-                if self._geo is not None:
-                    self._geo.end()
                 self._flush_or_abort()
                 if self._dense is not None:
                     self._dense.leave()
