@@ -154,9 +154,10 @@ def test_elementary_functions_are_called_before_any_thread_begins(
 def test_threads_wait_until_elementary_functions_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, may_end = list[torch.dtype](), threading.Event()
 
-    def root(of: torch.Tensor) -> None:
+    def root(of: torch.Tensor) -> torch.Tensor:
         asked.append(of.dtype)
         may_end.wait(PATIENCE_S)
+        return of
 
     monkeypatch.setattr(torch, "sqrt", root)
     monkeypatch.setattr(elementary, "_are_found", False)

@@ -28,14 +28,14 @@ def find_elementary_functions() -> None:
     global _are_found
     if not _are_found:
         with _one_at_a_time:
-            if not _are_found:
-                _call_each()
-            _are_found = True
+            _are_found = _are_found or _call_each()
 
 
 @torch.no_grad()
-def _call_each() -> None:
+def _call_each() -> bool:
+    """Return whether they were called: a mode of the script's may have its own tensors stand for torch's."""
+    results = []
     for dtype in _DTYPES:
         argument = torch.full((1,), 0.5, dtype=dtype, device="cpu")
-        for name in _NAMES:
-            getattr(torch, name)(argument)
+        results += [getattr(torch, name)(argument) for name in _NAMES]
+    return all(type(each) is torch.Tensor for each in results)
