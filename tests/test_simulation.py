@@ -48,6 +48,13 @@ def wrong_with(scenario: Scenario, folder: Path) -> str:
 
 
 FOUND = {
+    # A server had lost its last step with the power, and who had that waited for the others. The next process of a
+    # worker took the step again, and waited at this server for those, whose workers sent it nothing.
+    "a step that was lost, and nobody asked for": Scenario(
+        996192,
+        Setting("sync", 3, 3, 12, durable="os", journal_bytes=2000, sync_s=0.1),
+        (Fault(376, POWER, "server2", 0.82), Fault(406, KILL, "worker1", 1.0)),
+    ),
     # One of two servers had the push of a worker that was killed. The job was to move, and waited for the push; the
     # next process was let in after the move.
     "a worker that was killed between two servers when the job was to move": Scenario(

@@ -182,6 +182,8 @@ class Service:
             # One that overtakes nothing may come after the goodbye, whose answer is still on its way.
             self._check_member(request, kind, parting=True)
             self._statistics.heard(request.worker, request.beat.figures)
+            if self.durability is not None:
+                self.durability.heard(request.worker, request.step)
             self._moving.refuse_left(self.job)
             meeting, broken = (0, 0) if self.job is None else self._meetings.heard(self.job, request)
             wanted = self._wanted.of(request.worker)
@@ -357,6 +359,8 @@ class Service:
             if not is_left:
                 self._departure.tick(self.job, now, outbox)
             if self.job is not None and not is_left:
+                if self.durability is not None:
+                    self.durability.compare_heard(self.job, outbox)
                 self._standstill.refuse(self.job, outbox)
                 self._states.answer_ready(self.job, outbox)
                 self._meetings.answer_ready(self.job, outbox)

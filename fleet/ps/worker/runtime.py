@@ -231,6 +231,7 @@ class WorkerRuntime:
                 logs_absent=server == 0,
                 look_ahead=self._look_ahead,
                 whereabouts=None if server else self._whereabouts,
+                completed=lambda: self.progress.completed,
             )
             for server, endpoint in enumerate(servers)
         ]

@@ -107,6 +107,8 @@ class Durability:
         self.replaying = False
         #: whether there is anything from before
         self.goes_on = False
+        #: how many of its pushes a worker takes for granted, as its heartbeats say
+        self._heard: dict[int, int] = {}
         #: the shard that the last snapshot is of, and the epoch that began with it
         self._kept: tuple[Shard | None, int] = (None, 0)
         self._writer: threading.Thread | None = None
@@ -227,6 +229,22 @@ class Durability:
         if (kind in ("push", "export") or (kind == "pull" and worker == 0)) and _waits_for_first(job, kind, request):
             raise self._lost(job, worker, "initial values", "none", outbox)
         return effects
+
+    def heard(self, worker: int, step: int) -> None:
+        """Note what a worker's heartbeat takes for granted; the lock is not needed."""
+        self._heard[worker] = step
+
+    def compare_heard(self, job: Job, outbox: Outbox) -> None:
+        """Make sure of the same where workers send nothing else: who waits for another server, which waits in turn for
+        who waits here, would wait for ever."""
+        heard, self._heard = self._heard, {}
+        if not self.goes_on or job.policy.may_lose_steps:
+            return
+        clocks = job.rounds.gate.clocks
+        for worker, known in heard.items():
+            if (kept := clocks.get(worker, known)) < known:
+                self._lost(job, worker, f"step {known}", f"step {kept}", outbox)
+                return
 
     def _lost(self, job: Job, worker: int, known: str, kept: str, outbox: Outbox) -> FleetError:
         failure = ServerLostError(
