@@ -48,6 +48,55 @@ def wrong_with(scenario: Scenario, folder: Path) -> str:
 
 
 FOUND = {
+    # A server had lost steps with the power, and the job moved before all of its workers had asked for anything.
+    "steps that were lost before the job moved": Scenario(
+        1000914,
+        Setting(
+            "async",
+            3,
+            1,
+            14,
+            optimizer="Adagrad",
+            durable="os",
+            journal_bytes=1 << 28,
+            sync_s=0.1,
+            moves_at=7,
+            moves_to=2,
+        ),
+        (Fault(165, POWER, "server0", 0.4),),
+    ),
+    # The first server had kept that a worker saves a checkpoint, and not that it was done: others had to wait for it.
+    "the end of a checkpoint was not kept": Scenario(
+        1100340,
+        Setting(
+            "async", 2, 3, 10, "Adagrad", durable="interval", checkpoint_every=2, sync_s=0.1, moves_at=9, moves_to=1
+        ),
+        (
+            Fault(55, TWICE),
+            Fault(73, CUT, "server2", 5.31),
+            Fault(125, CUT_IN, "worker0", 0.08),
+            Fault(217, LOST),
+            Fault(238, LOST),
+            Fault(273, POWER, "server0", 0.06),
+        ),
+    ),
+    # The first server had lost what it was to take over, and stood still, when others had gone over.
+    "a server that had lost a move that was made": Scenario(
+        1000914,
+        Setting(
+            "async",
+            3,
+            1,
+            14,
+            optimizer="Adagrad",
+            durable="os",
+            journal_bytes=1 << 28,
+            sync_s=0.1,
+            moves_at=7,
+            moves_to=2,
+        ),
+        (Fault(305, POWER, "server0", 0.4),),
+    ),
     # A server had lost its last step with the power, and who had that waited for the others. The next process of a
     # worker took the step again, and waited at this server for those, whose workers sent it nothing.
     "a step that was lost, and nobody asked for": Scenario(
@@ -221,7 +270,7 @@ ON_PURPOSE = {
     ),
     "only worker 0 is told that a server has lost the initial values": FOUND["initial values that were not kept"],
     "a journal is synced with its lock and the server's taken in the other order": Scenario(
-        151,
+        36,
         Setting(mode="async", workers=2, servers=1, steps=4, durable="always", journal_bytes=2000, sync_s=0.01),
         (Fault(10, PAUSE, "server0", 5.0),),
         preemption=0.1,

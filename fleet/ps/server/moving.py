@@ -55,7 +55,7 @@ from fleet.ps.table.given import NOTHING
 from fleet.ps.table.shard import Shard
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
-from fleet.ps.wire.move_names import ATTEMPT, GIVEN, PUSHED, given_cursor, read_given_cursor
+from fleet.ps.wire.move_names import ATTEMPT, GIVEN, LACKS, PUSHED, given_cursor, read_given_cursor
 from fleet.ps.wire.transport import Respond
 from fleet.ps.wire.wire_errors import error_reply
 
@@ -170,6 +170,8 @@ class Moving:
             return False  # the driver was killed, and starts again
         if halt.is_orphaned:
             raise self._moved()
+        if job is not None and self._members.has(arrival.request):  # else it waits, and the move for what it lacks
+            self._steps.make_up(job, kind, arrival.request, arrival.outbox)
         halt.held.append((arrival.frame, arrival.respond))
         return True
 
@@ -247,6 +249,7 @@ class Moving:
         """Let a worker copy what is here while the job goes on; or stand still for the rest."""
         self._members.check(arrival.request, parting=False)
         assert job is not None, "a member exists only with a job"
+        self._steps.make_up(job, "halt", arrival.request, arrival.outbox)
         if self._halt is not None and self._halt.attempt != arrival.request.halt.attempt:
             raise self._is_under_way()
         if arrival.request.halt.round:
@@ -377,6 +380,7 @@ class Moving:
         state[PUSHED], state[AGAIN] = [each for each in job.rounds.pushed if each not in again], again
         state[GIVEN] = [] if shard.readers is None else shard.readers.keys
         state[RENEWED] = job.moves.renewed
+        state[LACKS] = self._durability is not None and self._durability.may_lack_steps
         records: list[tuple[str, bytes]] = []
         if shard.server == 0:
             for number, outcome in job.reductions.outcomes():
@@ -522,7 +526,7 @@ class Moving:
         stage.shard.take_over()
         self._begin(stage.job)
         if self._durability is not None:
-            self._durability.has_moved(stage.job)
+            self._durability.has_moved(stage.job, may_lack_steps=stage.may_lack_steps)
         _log.info("%s: the job has moved, and this is server %d of %d", self._where, stage.shard.server, len(servers))
 
     def _give_up(self, job: Job | None, outbox: Outbox) -> None:

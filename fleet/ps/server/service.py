@@ -27,7 +27,7 @@ from fleet.ps.server.checkpoint_requests import CheckpointRequests
 from fleet.ps.server.deferring_lock import DeferringLock
 from fleet.ps.server.departure import Departure
 from fleet.ps.server.disk_waits import DiskWaits
-from fleet.ps.server.durability.durability import DECIDING, NOTED, Durability, decides
+from fleet.ps.server.durability.durability import NOTED, Durability, decides
 from fleet.ps.server.durability.state_directory import StateDirectory
 from fleet.ps.server.feed_requests import FeedRequests
 from fleet.ps.server.handshake import Handshake
@@ -183,7 +183,7 @@ class Service:
             self._check_member(request, kind, parting=True)
             self._statistics.heard(request.worker, request.beat.figures)
             if self.durability is not None:
-                self.durability.heard(request.worker, request.step)
+                self.durability.hear(request)
             self._moving.refuse_left(self.job)
             meeting, broken = (0, 0) if self.job is None else self._meetings.heard(self.job, request)
             wanted = self._wanted.of(request.worker)
@@ -228,10 +228,8 @@ class Service:
                     self._check_member(request, kind, parting=kind == "bye")
                     job = self.job
                     assert job is not None, "a member exists only with a job"
+                    self._steps.make_up(job, kind, request, outbox)
                     if durability is not None:
-                        effects = durability.compare(job, kind, request, outbox)
-                        if effects:
-                            self._steps.carry_out(job, effects, request.worker, outbox)
                         durability.note(job, kind, frame, outbox)
                     handler(job, Arrival(frame, respond, outbox))
                 if job is not None:
@@ -248,9 +246,7 @@ class Service:
                 raise
         finally:
             # A refusal of this request travels as the exception; what became possible before it still leaves.
-            self._send(
-                outbox, secure=kind in NOTED or self._reads_are_secure, surely=kind in DECIDING and decides(request)
-            )
+            self._send(outbox, secure=kind in NOTED or self._reads_are_secure, surely=decides(kind, request))
             self._handle_released()
         return self._apply_pending
 
@@ -359,8 +355,7 @@ class Service:
             if not is_left:
                 self._departure.tick(self.job, now, outbox)
             if self.job is not None and not is_left:
-                if self.durability is not None:
-                    self.durability.compare_heard(self.job, outbox)
+                self._steps.make_up_what_is_heard_of(self.job, outbox)
                 self._standstill.refuse(self.job, outbox)
                 self._states.answer_ready(self.job, outbox)
                 self._meetings.answer_ready(self.job, outbox)

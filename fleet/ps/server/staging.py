@@ -41,6 +41,7 @@ from fleet.ps.table.shard import Shard
 from fleet.ps.table.stores import NewStore, Stores
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame, read_frame
+from fleet.ps.wire.move_names import LACKS
 
 #: So many times memory is given back before others have their turn.
 _GIVEN_AT_ONCE = 8
@@ -66,6 +67,8 @@ class Stage:
     #: pushes that wait to become part of an update
     pushed: list[Frame] = field(default_factory=list)
     filled: int = 0
+    #: whether one of the servers that there were may have lost what it had acknowledged
+    may_lack_steps: bool = False
     is_whole: bool = False
 
 
@@ -235,6 +238,7 @@ class Staging:
                     raise ValueError(f"{kind!r} does not move with the state")
                 recall(stage.job, Kind[kind], read_frame(pb.Reply, [tensor.numpy().tobytes()]))
             stage.members = [_member(record) for record in state["members"]]
+            stage.may_lack_steps = bool(state.get(LACKS))
             stage.meetings = {} if self._is_replaying else state.get(MEETINGS, {})
         except UNREADABLE as error:
             raise self._unreadable(error) from None

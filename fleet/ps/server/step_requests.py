@@ -12,6 +12,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -303,6 +304,18 @@ class StepRequests:
         return _answer_of(waiting)
 
     # ---------------------------------------------------------------- rounds
+
+    def make_up(self, job: Job, kind: str, request: Any, outbox: Outbox) -> None:
+        """Go on without the lost steps that a request takes for granted, or refuse it and end the job."""
+        if self._durability is not None and (effects := self._durability.compare(job, kind, request, outbox)):
+            self.carry_out(job, effects, request.worker, outbox)
+
+    def make_up_what_is_heard_of(self, job: Job, outbox: Outbox) -> None:
+        """Do the same where workers send nothing else: who waits for another server, which waits in turn for who waits
+        here, would wait for ever."""
+        with suppress(FleetError):  # it has ended the job, of which all hear
+            for beat in () if self._durability is None else self._durability.heard():
+                self.make_up(job, "beat", beat, outbox)
 
     def carry_out(self, job: Job, effects: Sequence[Effect], by: int, outbox: Outbox) -> None:
         """Apply and answer what worker ``by`` has brought about."""

@@ -9,6 +9,8 @@ ATTEMPT = "move "
 #: What the state of a server that stands still has: of pushes that wait there, and of what each worker was given, what
 #: tells them apart. A cursor that begins so asks for one of them.
 PUSHED, GIVEN = "pushed:", "given:"
+#: Whether such a server may have lost what it had acknowledged.
+LACKS = "lacks"
 
 #: No number of a worker, table or row has so many.
 _DIGITS = 19

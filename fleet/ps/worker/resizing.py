@@ -35,7 +35,7 @@ from fleet.plan.plan import make_plan
 from fleet.ps.consistency.staleness import total
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
-from fleet.ps.wire.move_names import ATTEMPT, GIVEN, PUSHED, given_cursor
+from fleet.ps.wire.move_names import ATTEMPT, GIVEN, LACKS, PUSHED, given_cursor
 from fleet.ps.worker.connection import RETRY_PAUSE_S, Connection, inquire_all
 from fleet.ps.worker.lease import once
 from fleet.ps.worker.moved_pushes import Part, dealt
@@ -302,6 +302,7 @@ class Copy:
             replies = [self._let_go(connection, 0) for connection in self._former]
             states = [json.loads(reply.message.about) for reply in replies]
         state = states[0]
+        state[LACKS] = any(each[LACKS] for each in states)
         state["past"] = _joined([each["past"] for each in states])
         state["staleness"] = total(each["staleness"] for each in states)
         state[GIVEN] = dict.fromkeys((worker, table) for each in states for worker, table in each.pop(GIVEN))

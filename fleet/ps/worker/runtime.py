@@ -35,7 +35,7 @@ from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.transport import Network
 from fleet.ps.worker.barrier import Barrier
-from fleet.ps.worker.connection import Connection, Connections, Whereabouts
+from fleet.ps.worker.connection import FATAL, Connection, Connections, Whereabouts
 from fleet.ps.worker.dense_group import DenseGroup
 from fleet.ps.worker.dense_training import DenseTraining
 from fleet.ps.worker.describe import Description
@@ -334,7 +334,7 @@ class WorkerRuntime:
     def _follow(self) -> None:
         """Go over to where the job is now; stay, if its move was given up."""
         with self.turns:
-            hops = self._ahead.take()
+            hops = self._take_way()
             if hops:
                 self._go_over(hops)
             else:
@@ -342,7 +342,16 @@ class WorkerRuntime:
 
     def go_over(self, move: Move) -> None:
         """Go on where the job is after this move, which has been made."""
-        self._go_over(self._ahead.take(move))
+        self._go_over(self._take_way(move))
+
+    def _take_way(self, known: Move | None = None) -> list[Hop]:
+        """Return all moves from here to where the job is. If a server there has lost what it had taken over, there is
+        no way, and no going back."""
+        try:
+            return self._ahead.take(known)
+        except FATAL as error:
+            self.connections.end_job(error)
+            raise
 
     def _go_over(self, hops: Sequence[Hop]) -> None:
         try:

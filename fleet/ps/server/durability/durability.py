@@ -64,15 +64,13 @@ MOVING = frozenset(("halt", "stage", "fill", "switch"))
 
 
 #: And those of which some decide.
-DECIDING = frozenset(("halt", "fill", "switch", "where"))
+_DECIDING = frozenset(("halt", "fill", "switch", "where", "claim", "release"))
 
 
-def decides(request: Any) -> bool:
-    """Say whether what becomes of a move depends on it that all is kept by the time that a request is answered. Of
-    pieces that is the last: one
-    that lacks others is refused."""
-    kind = request.WhichOneof("kind")
-    return kind in ("halt", "switch", "where") or (kind == "fill" and bool(request.fill.state))
+def decides(kind: str, request: Any) -> bool:
+    """Say whether what becomes of a move, or of what one worker does for all, depends on it that all is kept by the
+    time that a request is answered. Of pieces that is the last: one that lacks others is refused."""
+    return kind in _DECIDING and (kind != "fill" or bool(request.fill.state))
 
 
 class _GivenUpError(Exception):
@@ -107,8 +105,10 @@ class Durability:
         self.replaying = False
         #: whether there is anything from before
         self.goes_on = False
-        #: how many of its pushes a worker takes for granted, as its heartbeats say
-        self._heard: dict[int, int] = {}
+        #: whether a server from which the job has moved here had anything from before
+        self._takes_over_what_goes_on = False
+        #: the last heartbeats, which say how many of their pushes workers take for granted
+        self._heard: dict[int, Any] = {}
         #: the shard that the last snapshot is of, and the epoch that began with it
         self._kept: tuple[Shard | None, int] = (None, 0)
         self._writer: threading.Thread | None = None
@@ -146,9 +146,10 @@ class Durability:
         """Know a push that has come with a job that moves here, and is not finished."""
         self._unfinished["push", push.message.worker, push.message.step] = push
 
-    def has_moved(self, job: Job) -> None:
-        """Take a snapshot soon: what is in the journals led to another job than this one is now."""
-        self._moved = job
+    def has_moved(self, job: Job, *, may_lack_steps: bool) -> None:
+        """Take a snapshot soon: what is in the journals led to another job than this one is now. One of the servers
+        that it comes from ``may_lack_steps``."""
+        self._moved, self._takes_over_what_goes_on = job, may_lack_steps
         self._directory.make_due()
 
     def forget_moves(self) -> None:
@@ -198,11 +199,17 @@ class Durability:
 
     # ---------------------------------------------------------------- what a machine that stopped has lost
 
+    @property
+    def may_lack_steps(self) -> bool:
+        """Say whether there may be less here than workers were told: the server was stopped, or one was where the job
+        has been before."""
+        return self.goes_on or self._takes_over_what_goes_on
+
     def compare(self, job: Job, kind: str, request: Any, outbox: Outbox) -> list[Effect]:
         """Make sure that nobody waits for a lost step. A server that has gone on may have kept less than it had
         acknowledged, which shows in what its workers take for granted. That ends the job, unless each worker goes at
         its own pace and nothing depends on what it was given: such a job goes on without the lost steps."""
-        if not self.goes_on or kind == "abort":
+        if not self.may_lack_steps or kind == "abort":
             return []
         worker, effects = request.worker, []
         gate = job.rounds.gate
@@ -230,21 +237,14 @@ class Durability:
             raise self._lost(job, worker, "initial values", "none", outbox)
         return effects
 
-    def heard(self, worker: int, step: int) -> None:
+    def hear(self, beat: Any) -> None:
         """Note what a worker's heartbeat takes for granted; the lock is not needed."""
-        self._heard[worker] = step
+        self._heard[beat.worker] = beat
 
-    def compare_heard(self, job: Job, outbox: Outbox) -> None:
-        """Make sure of the same where workers send nothing else: who waits for another server, which waits in turn for
-        who waits here, would wait for ever."""
+    def heard(self) -> list[Any]:
+        """Return, once, the last heartbeats; another process in a worker's place takes less for granted."""
         heard, self._heard = self._heard, {}
-        if not self.goes_on or job.policy.may_lose_steps:
-            return
-        clocks = job.rounds.gate.clocks
-        for worker, known in heard.items():
-            if (kept := clocks.get(worker, known)) < known:
-                self._lost(job, worker, f"step {known}", f"step {kept}", outbox)
-                return
+        return [beat for beat in heard.values() if self._members.has(beat)]
 
     def _lost(self, job: Job, worker: int, known: str, kept: str, outbox: Outbox) -> FleetError:
         failure = ServerLostError(
