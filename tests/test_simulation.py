@@ -80,6 +80,30 @@ FOUND = {
             Fault(273, POWER, "server0", 0.06),
         ),
     ),
+    # A server had lost the initial values. Who had brought them waited at the other one, for who waited at this one.
+    "initial values that were lost, and nobody asked for": Scenario(
+        1,
+        Setting("sync", 2, 2, 4, durable="os", sync_s=0.01),
+        (Fault(20, PAUSE, "worker1", 4.0), Fault(50, POWER, "server1", 0.8)),
+    ),
+    # They were lost by the first server, and a worker that had taken all of its steps asked for something else.
+    "initial values that were lost, and only needed at the end": Scenario(
+        100356,
+        Setting("half_async", 3, 3, 20, "SGD", durable="os", sync_s=0.1),
+        (Fault(602, POWER, "server0", 0.66), Fault(632, KILL, "worker2", 3.79)),
+    ),
+    # Of three servers one had the push of a worker that was killed, and another one had lost more than that.
+    "steps that were lost, and one that was sent to some": Scenario(
+        100327,
+        Setting("async", 2, 3, 12, durable="interval", sync_s=0),
+        (Fault(288, POWER, "server1", 0.8), Fault(291, KILL, "worker1", 2.1)),
+    ),
+    # The first server had lost a push that the other one had made an update of, and its worker took the step again.
+    "a push that was lost by the server that says what becomes of it": Scenario(
+        500562,
+        Setting("gba", 2, 2, 12, "SGD", durable="interval", journal_bytes=2000, sync_s=0),
+        (Fault(151, POWER, "server0", 1.39), Fault(169, KILL, "worker1", 3.64), Fault(209, KILL, "worker0", 3.38)),
+    ),
     # The first server had lost what it was to take over, and stood still, when others had gone over.
     "a server that had lost a move that was made": Scenario(
         1000914,

@@ -187,8 +187,8 @@ def _() -> Iterator[None]:
 
 @fault("only worker 0 is told that a server has lost the initial values")
 def _() -> Iterator[None]:
-    waits = durability._waits_for_first
-    with put(durability, "_waits_for_first", lambda job, kind, it: it.worker == 0 and waits(job, kind, it)):
+    lacks = durability._lacks_values
+    with put(durability, "_lacks_values", lambda job, kind, it, known: it.worker == 0 and lacks(job, kind, it, known)):
         yield
 
 

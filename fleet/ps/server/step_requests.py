@@ -26,6 +26,7 @@ from fleet.errors import (
     JobAbortedError,
     PlanMismatchError,
     ProtocolError,
+    ServerLostError,
     StateError,
 )
 from fleet.numeric.jit import Array
@@ -152,9 +153,12 @@ class StepRequests:
             told=arrival.told,
         )
         job.check_room(waiting)
-        buffers = _buffers_of(request.place.buffers)
-        effects = job.rounds.gate.place(worker, step, buffers, request.place.gone)
-        gate = job.rounds.gate
+        buffers, gate = _buffers_of(request.place.buffers), job.rounds.gate
+        try:
+            effects = gate.place(worker, step, buffers, request.place.gone)
+        except ServerLostError as error:  # the first server
+            self._end.fail(error, job, arrival.outbox)
+            raise
         together = (buffer.version + 1 for buffer in buffers if buffer.together and not gate.is_held_up)
         needed = max((*together, gate.holds(worker, step)))
         self._park(job, needed, waiting, effects, arrival.outbox)

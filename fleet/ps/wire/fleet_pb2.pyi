@@ -12,7 +12,7 @@ class Abort(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class Beat(_message.Message):
-    __slots__ = ["awaits", "figures"]
+    __slots__ = ["awaits", "figures", "has_values"]
     class FiguresEntry(_message.Message):
         __slots__ = ["key", "value"]
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -22,9 +22,11 @@ class Beat(_message.Message):
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     AWAITS_FIELD_NUMBER: _ClassVar[int]
     FIGURES_FIELD_NUMBER: _ClassVar[int]
+    HAS_VALUES_FIELD_NUMBER: _ClassVar[int]
     awaits: str
     figures: _containers.ScalarMap[str, float]
-    def __init__(self, figures: _Optional[_Mapping[str, float]] = ..., awaits: _Optional[str] = ...) -> None: ...
+    has_values: bool
+    def __init__(self, figures: _Optional[_Mapping[str, float]] = ..., awaits: _Optional[str] = ..., has_values: bool = ...) -> None: ...
 
 class Buffer(_message.Message):
     __slots__ = ["divisor", "steps", "together", "tokens", "version", "workers"]

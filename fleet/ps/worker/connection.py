@@ -82,12 +82,12 @@ class Connection:
         logs_absent: bool = True,
         look_ahead: Callable[[Connection], bool] = lambda _: True,
         whereabouts: Whereabouts | None = None,
-        completed: Callable[[], int] = lambda: 0,
+        completed: Callable[[], int | None] = lambda: None,
     ) -> None:
         """``figures`` are what the worker tells of itself with its heartbeats, and ``completed`` how many of its pushes
-        all servers have acknowledged. One of its connections logs for which absent workers all wait. ``look_ahead``
-        looks where the job has moved to, until it returns that this is known. ``whereabouts`` is what this server is
-        told with every request and heartbeat, to see who waits for whom.
+        all servers have acknowledged, or None before it has any values. One of its connections logs for which absent
+        workers all wait. ``look_ahead`` looks where the job has moved to, until it returns that this is known.
+        ``whereabouts`` is what this server is told with every request and heartbeat, to see who waits for whom.
         """
         self.endpoint = endpoint
         self.sent_bytes = self.received_bytes = 0
@@ -264,8 +264,9 @@ class Connection:
 
     def _beat(self) -> Call:
         together = self._whereabouts.together
-        said = pb.Beat(figures=self._figures(), awaits=together.awaits)
-        beat = Frame(self._request(self._completed(), together, beat=said))
+        completed = self._completed()
+        said = pb.Beat(figures=self._figures(), awaits=together.awaits, has_values=completed is not None)
+        beat = Frame(self._request(completed or 0, together, beat=said))
         return self._channel.start(beat, self._settings.heartbeat_s * 2, urgent=True)
 
     def _take_in(self, reply: Frame) -> None:

@@ -66,12 +66,11 @@ class Progress:
         """Go on where the servers say that this worker is. If it starts again, some servers may have its last step and
         some not: it is taken once more. A server that is further behind has lost what the others have, and goes on with
         them."""
-        delivered = [reply.delivered for reply in hellos]
-        furthest = max if max(delivered) - min(delivered) > 1 else min
-        self.completed, self._delivered = furthest(delivered), delivered
-        steps = [reply.steps for reply in hellos]
-        self.steps = self.taken = self.went_on_at = furthest(steps)
-        self._repeated_steps = max(steps) - self.steps
+        self._delivered = [reply.delivered for reply in hellos]
+        whole = [reply for reply in hellos if reply.delivered >= max(self._delivered) - 1]
+        self.completed = min(reply.delivered for reply in whole)
+        self.steps = self.taken = self.went_on_at = min(reply.steps for reply in whole)
+        self._repeated_steps = max(reply.steps for reply in whole) - self.steps
         self.gathered = hellos[0].gathered
         self.loads = [reply.loads for reply in hellos]
 

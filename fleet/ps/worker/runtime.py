@@ -231,7 +231,7 @@ class WorkerRuntime:
                 logs_absent=server == 0,
                 look_ahead=self._look_ahead,
                 whereabouts=None if server else self._whereabouts,
-                completed=lambda: self.progress.completed,
+                completed=lambda: self.progress.completed if self._has_begun else None,
             )
             for server, endpoint in enumerate(servers)
         ]

@@ -233,7 +233,7 @@ class Durability:
         if kind == "gather" and request.gather.number - 1 > job.reductions.reached(worker):
             met, kept = request.gather.number - 1, job.reductions.reached(worker)
             raise self._lost(job, worker, f"gathering {met}", f"gathering {kept}", outbox)
-        if (kind in ("push", "export") or (kind == "pull" and worker == 0)) and _waits_for_first(job, kind, request):
+        if _lacks_values(job, kind, request, known):
             raise self._lost(job, worker, "initial values", "none", outbox)
         return effects
 
@@ -487,13 +487,16 @@ def note_move(durability: Durability | None, job: Job | None, frame: Frame, outb
         durability.note_move(job, frame, outbox)
 
 
-def _waits_for_first(job: Job, kind: str, request: Any) -> bool:
-    """Say whether a request would wait for values that its worker has seen: nobody trains on any, and worker 0 asks for
-    none, before it has brought them and they are acknowledged."""
+def _lacks_values(job: Job, kind: str, request: Any, known: int) -> bool:
+    """Say whether values are not here that a worker has seen, which takes ``known`` steps for granted. Nobody trains on
+    any, and worker 0 asks for none, before it has brought them and they are acknowledged."""
+    asks_as_first = kind == "pull" and request.worker == 0
     if not job.initialized:
-        return not job.began.id
+        has_seen = known > 0 or kind in ("push", "export") or asks_as_first or request.beat.has_values
+        return has_seen and not job.began.id
     plans = job.plans
-    return plans.growing and request.worker not in plans.outgrown and (kind == "push" or request.pull.dense)
+    asks_for_all = kind == "push" or (asks_as_first and request.pull.dense)
+    return plans.growing and request.worker not in plans.outgrown and asks_for_all
 
 
 def _of_another_version(directory: Path) -> ConfigurationError:
