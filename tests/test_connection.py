@@ -189,6 +189,16 @@ def test_a_server_that_is_there_and_never_answers(line: Line) -> None:
     assert line.server.asked == []
 
 
+def test_a_server_whose_machine_stops_before_it_answers(any_line: Line) -> None:
+    """When it is there again it knows nothing of the hello, and nobody tells its worker."""
+    any_line.network.add(Fault(Action.SILENCE, kind="hello"))
+    any_line.up()
+    client = any_line.client(replace(PATIENT, rpc_deadline_s=0.3))
+    future = any_line.pool.submit(client.hello, hello(client), wait=True)
+    assert future.result(PATIENCE_S / 2).message.initialized
+    assert any_line.server.asked == [("hello", 0)]
+
+
 class Ticking:
     """A clock on which only waiting takes time."""
 
@@ -220,7 +230,7 @@ def test_no_hello_waits_beyond_the_deadline(caplog: pytest.LogCaptureFixture) ->
         def connect(self, endpoint: Endpoint) -> Any:
             return Channel()
 
-    settings = replace(SETTINGS, startup_deadline_s=10.0)
+    settings = replace(SETTINGS, rpc_deadline_s=20.0, startup_deadline_s=10.0)
     client = Connection(Endpoint("server", 1), Nowhere(), settings, clock, WORKER, 77)
     with pytest.raises(DeadlineError, match=r"none in 10\.0 s"):
         client.hello(hello(client), wait=True)

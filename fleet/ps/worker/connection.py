@@ -147,7 +147,8 @@ class Connection:
         waits = Wait(self._clock, self._settings.startup_deadline_s)
         while True:
             asked_at = self._clock.now()
-            rest_s = began + self._settings.startup_deadline_s - asked_at
+            # Of a machine that stops nobody hears: no answer is waited for as long as for a server that is not up.
+            rest_s = min(began + self._settings.startup_deadline_s - asked_at, self.deadline_s)
             try:
                 reply = raise_if_error(self._channel.start(frame, max(rest_s, RETRY_PAUSE_S)).result())
             except DuplicateWorkerError:
