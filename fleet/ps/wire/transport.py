@@ -36,6 +36,11 @@ class Call(Protocol):
         """Let the thread that waits in ``result`` go on with a ``TransportError``."""
         ...
 
+    @property
+    def is_broken(self) -> bool:
+        """Say, without waiting, whether it is known that no reply will come."""
+        ...
+
 
 class BrokenCall:
     """Stands for a request that could not even leave."""
@@ -51,6 +56,10 @@ class BrokenCall:
 
     def cancel(self) -> None:
         pass
+
+    @property
+    def is_broken(self) -> bool:
+        return True
 
 
 class BrokenChannel:
