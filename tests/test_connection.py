@@ -199,6 +199,29 @@ def test_a_server_whose_machine_stops_before_it_answers(any_line: Line) -> None:
     assert any_line.server.asked == [("hello", 0)]
 
 
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_server_that_takes_longer_than_an_attempt(line: Line, wait: bool) -> None:
+    class Slow(Server):
+        def __call__(self, frame: Frame, respond: Respond) -> None:
+            if frame.message.WhichOneof("kind") != "hello":
+                super().__call__(frame, respond)
+                return
+            answer = threading.Timer(0.5, super().__call__, (frame, respond))
+            answers.append(answer)
+            answer.start()
+
+    answers: list[threading.Timer] = []
+    line.server = Slow()
+    line.up()
+    client = line.client(replace(PATIENT, rpc_deadline_s=0.2))
+    try:
+        assert client.hello(hello(client), wait=wait).message.initialized
+    finally:
+        for answer in answers:
+            answer.join()
+    assert wait or len(answers) == 1
+
+
 class Ticking:
     """A clock on which only waiting takes time."""
 

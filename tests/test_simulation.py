@@ -256,6 +256,18 @@ def test_a_job_in_which_nothing_goes_wrong(tmp_path: Path) -> None:
     assert outcome.told.done == {(worker, step) for worker in range(3) for step in range(5)}
 
 
+def test_steps_that_one_server_goes_on_without_are_not_taken_again(tmp_path: Path) -> None:
+    """The other one has them. Their worker was killed when the first had made them up."""
+    setting = Setting("async", 1, 2, 30, "SGD", durable="os", sync_s=0.1)
+    scenario = Scenario(5, setting, (Fault(135, POWER, "server1", 0.5), Fault(225, KILL, "worker0", 1.0)))
+    outcome = run(scenario, tmp_path / "job")
+    assert not outcome.errors
+    assert not broken(outcome)
+    (_, *begins) = outcome.told.begins
+    assert begins
+    assert all(begin == done > 0 for _, begin, done in begins)
+
+
 @pytest.mark.parametrize("kind", [LOST, UNANSWERED, TWICE, KILL, PAUSE, CUT, POWER])
 def test_faults_come_to_pass(kind: str, tmp_path: Path) -> None:
     """At the moment that is told, to whom it is told; and a durable job goes on."""

@@ -249,11 +249,8 @@ def _forgotten(version: int, worker: int, step: int) -> ServerLostError:
     """Return what is wrong where server 0 makes a push part of another update than it had said before."""
     return ServerLostError(
         "a server has kept less than it had acknowledged",
-        where="the first server",
         expected="a push in the update for which it was let in",
         got=f"step {step} of worker {worker} once more, or for the first time, in update {version + 1}",
-        todo="Start the whole job again, from its last checkpoint if there is one. With FLEET_DURABLE_SYNC=always "
-        "nothing is lost when a machine stops.",
     )
 
 

@@ -143,14 +143,15 @@ class Connection:
     def hello(self, frame: Frame, *, wait: bool, watch: Callable[[], None] = lambda: None) -> Frame:
         """Say hello. With ``wait`` it waits for a server that is not up yet, until the start-up deadline; ``watch`` is
         called meanwhile, and may raise."""
-        began, taken_at = self._clock.now(), 0.0
+        began, taken_at, attempt_s = self._clock.now(), 0.0, self.deadline_s
         waits = Wait(self._clock, self._settings.startup_deadline_s)
         while True:
             asked_at = self._clock.now()
-            # Of a machine that stops nobody hears: no answer is waited for as long as for a server that is not up.
-            rest_s = min(began + self._settings.startup_deadline_s - asked_at, self.deadline_s)
+            rest_s = began + self._settings.startup_deadline_s - asked_at
+            # Nobody hears of a machine that stops. One that is slow is given more time with each attempt.
+            within_s = min(rest_s, attempt_s) if wait else rest_s
             try:
-                reply = raise_if_error(self._channel.start(frame, max(rest_s, RETRY_PAUSE_S)).result())
+                reply = raise_if_error(self._channel.start(frame, max(within_s, RETRY_PAUSE_S)).result())
             except DuplicateWorkerError:
                 taken_at = taken_at or self._clock.now()
                 # By when it was asked: this process may have stood still since, and the place may be free by now.
@@ -160,6 +161,7 @@ class Connection:
             except (TransportError, ServerBusyError) as error:
                 taken_at = 0.0  # a server that starts again has not heard of anybody's death
                 now = self._clock.now()
+                attempt_s *= 2 if now - asked_at >= attempt_s else 1
                 if not wait or now - began >= self._settings.startup_deadline_s:
                     if isinstance(error, ServerBusyError):
                         raise

@@ -220,6 +220,8 @@ class Durability:
                 text = "%s: goes on without steps %d to %d of worker %d, which were acknowledged and not kept (%s)"
                 _log.warning(text, self._where, kept + 1, known, worker, self._policy)
             effects = gate.make_up(worker, known)
+            # Other servers have them: whoever takes the worker's place does not take them once more.
+            job.progress.steps[worker] = job.progress.steps.get(worker, 0) + known - kept
         elif kept < known:
             raise self._lost(job, worker, f"step {known}", f"step {kept}", outbox)
         if kind == "push" and job.policy.shares_steps and gate.version < known:  # what others had pushed is not kept
