@@ -47,22 +47,15 @@ def wrong_with(scenario: Scenario, folder: Path) -> str:
 # ---------------------------------------------------------------- what it has found
 
 
+MOVES_TO_TWO = Setting(
+    "async", 3, 1, 14, "Adagrad", durable="os", journal_bytes=1 << 28, sync_s=0.1, moves_at=7, moves_to=2
+)
+
 FOUND = {
     # A server had lost steps with the power, and the job moved before all of its workers had asked for anything.
     "steps that were lost before the job moved": Scenario(
         1000914,
-        Setting(
-            "async",
-            3,
-            1,
-            14,
-            optimizer="Adagrad",
-            durable="os",
-            journal_bytes=1 << 28,
-            sync_s=0.1,
-            moves_at=7,
-            moves_to=2,
-        ),
+        MOVES_TO_TWO,
         (Fault(165, POWER, "server0", 0.4),),
     ),
     # The first server had kept that a worker saves a checkpoint, and not that it was done: others had to wait for it.
@@ -120,18 +113,7 @@ FOUND = {
     # The first server had lost what it was to take over, and stood still, when others had gone over.
     "a server that had lost a move that was made": Scenario(
         1000914,
-        Setting(
-            "async",
-            3,
-            1,
-            14,
-            optimizer="Adagrad",
-            durable="os",
-            journal_bytes=1 << 28,
-            sync_s=0.1,
-            moves_at=7,
-            moves_to=2,
-        ),
+        MOVES_TO_TWO,
         (Fault(305, POWER, "server0", 0.4),),
     ),
     # A server had lost its last step with the power, and who had that waited for the others. The next process of a

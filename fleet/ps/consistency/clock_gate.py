@@ -39,6 +39,9 @@ class ClockGate(ABC):
     ) -> list[Effect]:
         raise ProtocolError("a push was given a place in a mode that has no buffers", got=f"step {step}")
 
+    def is_elsewhere(self, version: int, worker: int, step: int) -> bool:
+        return False
+
     def buffers(self, since: int) -> list[Buffer]:
         return []
 

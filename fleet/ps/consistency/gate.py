@@ -123,6 +123,11 @@ class Gate(Protocol):
         has of workers that are ``gone`` there."""
         ...
 
+    def is_elsewhere(self, version: int, worker: int, step: int) -> bool:
+        """Say whether a push, of which another server tells that it leads on from this version, led on from another one
+        here."""
+        ...
+
     def buffers(self, since: int) -> list[Buffer]:
         """Return the buffers from a version on, as far as they are known."""
         ...

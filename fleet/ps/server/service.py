@@ -355,7 +355,7 @@ class Service:
             if not is_left:
                 self._departure.tick(self.job, now, outbox)
             if self.job is not None and not is_left:
-                self._steps.make_up_what_is_heard_of(self.job, outbox)
+                self._steps.make_up_by_heartbeats(self.job, outbox)
                 self._standstill.refuse(self.job, outbox)
                 self._states.answer_ready(self.job, outbox)
                 self._meetings.answer_ready(self.job, outbox)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -26,7 +26,6 @@ from fleet.errors import (
     JobAbortedError,
     PlanMismatchError,
     ProtocolError,
-    ServerLostError,
     StateError,
 )
 from fleet.numeric.jit import Array
@@ -154,7 +153,7 @@ class StepRequests:
         )
         job.check_room(waiting)
         buffers, gate = _buffers_of(request.place.buffers), job.rounds.gate
-        effects = self._place(job, worker, step, buffers, request.place.gone, arrival.outbox)
+        effects = gate.place(worker, step, buffers, request.place.gone)
         together = (buffer.version + 1 for buffer in buffers if buffer.together and not gate.is_held_up)
         needed = max((*together, gate.holds(worker, step)))
         self._park(job, needed, waiting, effects, arrival.outbox)
@@ -165,26 +164,8 @@ class StepRequests:
         if not (told.buffers or told.gone):
             return True
         buffers = _buffers_of(told.buffers)
-        self.carry_out(job, self._place(job, worker, 0, buffers, told.gone, outbox), worker, outbox)
+        self.carry_out(job, job.rounds.gate.place(worker, 0, buffers, told.gone), worker, outbox)
         return all(buffer.version < job.rounds.gate.version for buffer in buffers if buffer.divisor)
-
-    def _place(
-        self, job: Job, worker: int, step: int, buffers: Sequence[Buffer], gone: Mapping[int, int], outbox: Outbox
-    ) -> list[Effect]:
-        """Take in what the first server says of buffers; end the job if that has lost what it had said before."""
-        try:
-            return job.rounds.gate.place(worker, step, buffers, gone)
-        except ServerLostError as error:
-            failure = ServerLostError(
-                error.what,
-                where=", ".join(job.moves.servers[:1]),
-                expected=error.expected,
-                got=error.got,
-                todo="Start the whole job again, from its last checkpoint if there is one. With "
-                "FLEET_DURABLE_SYNC=always nothing is lost when a machine stops.",
-            )
-            self._end.fail(failure, job, outbox)
-            raise failure from None
 
     def clip(self, job: Job, arrival: Arrival) -> None:
         """Take in the norms of whole gradients, and answer with the values after what they let be applied."""
@@ -328,7 +309,7 @@ class StepRequests:
         if self._durability is not None and (effects := self._durability.compare(job, kind, request, outbox)):
             self.carry_out(job, effects, request.worker, outbox)
 
-    def make_up_what_is_heard_of(self, job: Job, outbox: Outbox) -> None:
+    def make_up_by_heartbeats(self, job: Job, outbox: Outbox) -> None:
         """Do the same where workers send nothing else: who waits for another server, which waits in turn for who waits
         here, would wait for ever."""
         with suppress(FleetError):  # it has ended the job, of which all hear

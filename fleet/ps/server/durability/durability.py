@@ -209,6 +209,8 @@ class Durability:
         """Make sure that nobody waits for a lost step. A server that has gone on may have kept less than it had
         acknowledged, which shows in what its workers take for granted. That ends the job, unless each worker goes at
         its own pace and nothing depends on what it was given: such a job goes on without the lost steps."""
+        if kind in ("place", "halt"):
+            self._compare_places(job, request, outbox)
         if not self.may_lack_steps or kind == "abort":
             return []
         worker, effects = request.worker, []
@@ -239,6 +241,16 @@ class Durability:
             raise self._lost(job, worker, "initial values", "none", outbox)
         return effects
 
+    def _compare_places(self, job: Job, request: Any, outbox: Outbox) -> None:
+        """Make sure that the first server has not lost a push of which updates were made, also here. Its worker takes
+        that step once more, and is given another place for it."""
+        for buffer in (*request.place.buffers, *request.halt.buffers):
+            for whose, step in zip(buffer.workers, buffer.steps, strict=False):
+                if job.rounds.gate.is_elsewhere(buffer.version, whose, step):
+                    push = f"step {step} of worker {whose}"
+                    known, kept = f"{push} in the update that it was part of", f"{push} in update {buffer.version + 1}"
+                    raise self._kept_less(job, ", ".join(job.moves.servers[:1]), known, kept, outbox)
+
     def hear(self, beat: Any) -> None:
         """Note what a worker's heartbeat takes for granted; the lock is not needed."""
         self._heard[beat.worker] = beat
@@ -249,10 +261,14 @@ class Durability:
         return [beat for beat in heard.values() if self._members.has(beat)]
 
     def _lost(self, job: Job, worker: int, known: str, kept: str, outbox: Outbox) -> FleetError:
+        expected = f"{known}, which worker {worker} takes for granted"
+        return self._kept_less(job, f"{self._where}, {self.directory}", expected, kept, outbox)
+
+    def _kept_less(self, job: Job, where: str, expected: str, kept: str, outbox: Outbox) -> FleetError:
         failure = ServerLostError(
             "a server has kept less than it had acknowledged",
-            where=f"{self._where}, {self.directory}",
-            expected=f"{known}, which worker {worker} takes for granted",
+            where=where,
+            expected=expected,
             got=f"{kept} ({self._policy})",
             todo="Start the whole job again, from its last checkpoint if there is one. With FLEET_DURABLE_SYNC=always "
             "nothing is lost when a machine stops.",
