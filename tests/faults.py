@@ -228,11 +228,6 @@ class _FaultyCall:
         finally:
             self._settled(self)
 
-    @property
-    def is_broken(self) -> bool:
-        with self._changed:
-            return self._cancelled or (self._sent is not None and self._sent.is_broken)
-
     def cancel(self) -> None:
         with self._changed:
             self._cancelled = True

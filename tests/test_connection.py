@@ -388,25 +388,6 @@ def test_retries_are_counted_however_rare_heartbeats_are(line: Line) -> None:
         line.waiting(push(client, 7)).result(PATIENCE_S)
 
 
-@pytest.mark.parametrize("action", [Action.DROP_REQUEST, Action.DUPLICATE])
-def test_a_broken_request_is_repeated_while_its_thread_waits_for_another_server(any_line: Line, action: Action) -> None:
-    """What that one waits for may be this request; and one whose line holds is not repeated."""
-    first, other = any_line.joined(), any_line.joined()
-    awaited = any_line.parked(first, step=7)
-    any_line.network.add(Fault(action, worker=WORKER, kind="push", step=8))
-    pending = push(other, 8)
-    times = 2 if action is Action.DUPLICATE else 1
-    until(lambda: any_line.server.asked.count(("push", 8)) == times)
-    beats = any_line.server.count("beat")
-    until(lambda: any_line.server.heard_beyond(beats + 4))
-    assert any_line.server.asked.count(("push", 8)) == times
-    assert not awaited.done()
-    any_line.server.release()
-    assert pending.result().message.version == 8
-    assert awaited.result(PATIENCE_S).message.version == 7
-    assert not other._under_way
-
-
 def test_as_many_breaks_as_are_allowed(line: Line) -> None:
     line.network.add(Fault(Action.DROP_REPLY, kind="push", times=3))
     client = line.joined()

@@ -472,25 +472,6 @@ def answered(sock: Line, step: int) -> bool:
     return sock.receive(pb.Reply).message.version == step
 
 
-def test_that_a_call_is_broken_is_known_before_anybody_waits(
-    control: Counting, keeping: Keeping, stack: contextlib.ExitStack
-) -> None:
-    security = THERE["security"]
-    network = DirectNetwork(control, _free_port() if security.tls else 0, security)
-    listener, channel = network.listen(ENDPOINT, keeping), network.connect(ENDPOINT)
-    stack.callback(channel.close)
-    answered, unanswered = channel.start(ask(2)), channel.start(ask(4))
-    keeping.one()(Frame(pb.Reply(version=4)))
-    assert [answered.is_broken, unanswered.is_broken] == [False, False]
-    listener.close()
-    until(lambda: answered.is_broken != unanswered.is_broken)
-    broken, whole = (answered, unanswered) if answered.is_broken else (unanswered, answered)
-    assert whole.result().message.version == 4
-    with pytest.raises(TransportError):
-        broken.result()
-    assert broken.is_broken
-
-
 def test_who_stops_in_the_middle_holds_up_nobody(listener: DirectListener, stack: contextlib.ExitStack) -> None:
     request = b"".join(ask(7, LARGE).pieces())
     slow = [welcomed(listener, stack) for _ in range(5)]

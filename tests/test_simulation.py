@@ -97,19 +97,6 @@ FOUND = {
         Setting("gba", 2, 2, 12, "SGD", durable="interval", journal_bytes=2000, sync_s=0),
         (Fault(151, POWER, "server0", 1.39), Fault(169, KILL, "worker1", 3.64), Fault(209, KILL, "worker0", 3.38)),
     ),
-    # A worker waited at one server for who moved the job, who waited for what the line to another one had lost.
-    "a push that was sent again when its worker came to it": Scenario(
-        995432,
-        Setting("ssp", 3, 3, 15, "Adagrad", durable="always", journal_bytes=10000, sync_s=0.01, moves_at=9, moves_to=2),
-        (
-            Fault(166, UNANSWERED),
-            Fault(191, TWICE),
-            Fault(221, LOST),
-            Fault(347, UNANSWERED),
-            Fault(509, KILL, "worker0", 0.17),
-            Fault(605, LOST),
-        ),
-    ),
     # The first server had lost what it was to take over, and stood still, when others had gone over.
     "a server that had lost a move that was made": Scenario(
         1000914,
@@ -301,7 +288,7 @@ ON_PURPOSE = {
     ),
     "only worker 0 is told that a server has lost the initial values": FOUND["initial values that were not kept"],
     "a journal is synced with its lock and the server's taken in the other order": Scenario(
-        10,
+        36,
         Setting(mode="async", workers=2, servers=1, steps=4, durable="always", journal_bytes=2000, sync_s=0.01),
         (Fault(10, PAUSE, "server0", 5.0),),
         preemption=0.1,

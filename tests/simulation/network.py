@@ -382,7 +382,3 @@ class _Call:
 
     def cancel(self) -> None:
         self._future.cancel()
-
-    @property
-    def is_broken(self) -> bool:
-        return self._future.cancelled() or (self._future.done() and self._future.exception() is not None)

@@ -202,16 +202,6 @@ class DirectCall:
     def cancel(self) -> None:
         self._channel.cancel(self)
 
-    @property
-    def is_broken(self) -> bool:
-        if self._broken is not None:
-            return True
-        try:
-            self._connection.peek()
-        except OSError:
-            return True
-        return False
-
     def wake(self) -> None:
         """Let the thread that waits on the connection go on."""
         self._connection.shut()

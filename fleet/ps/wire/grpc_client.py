@@ -137,10 +137,6 @@ class GrpcCall:
     def cancel(self) -> None:
         self._call.cancel()
 
-    @property
-    def is_broken(self) -> bool:
-        return bool(self._call.done() and self._call.code() is not grpc.StatusCode.OK)
-
 
 class _ReadAtOnce:
     """Reads the reply to a call as it comes, on a thread: a server's send waits for its reader, and a large reply that
@@ -165,10 +161,6 @@ class _ReadAtOnce:
 
     def cancel(self) -> None:
         self._call.cancel()
-
-    @property
-    def is_broken(self) -> bool:
-        return self._reply.done() and self._reply.exception() is not None
 
 
 def _chained(first: bytes, second: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:

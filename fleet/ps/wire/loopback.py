@@ -140,10 +140,6 @@ class _Call:
     def cancel(self) -> None:
         self.future.cancel()
 
-    @property
-    def is_broken(self) -> bool:
-        return self.future.cancelled() or (self.future.done() and self.future.exception() is not None)
-
 
 class _Calls:
     """Holds the calls under way on one side of the line; closing that side ends them."""

@@ -36,11 +36,6 @@ class Call(Protocol):
         """Let the thread that waits in ``result`` go on with a ``TransportError``."""
         ...
 
-    @property
-    def is_broken(self) -> bool:
-        """Say, without waiting, whether it is known that no reply will come."""
-        ...
-
 
 class BrokenCall:
     """Stands for a request that could not even leave."""
@@ -56,10 +51,6 @@ class BrokenCall:
 
     def cancel(self) -> None:
         pass
-
-    @property
-    def is_broken(self) -> bool:
-        return True
 
 
 class BrokenChannel:

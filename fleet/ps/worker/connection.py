@@ -99,7 +99,7 @@ class Connection:
         self._worker = worker
         self._incarnation = incarnation
         self._lock = threading.Lock()
-        self._under_way: dict[Call, PendingRequest] = {}
+        self._under_way: set[Call] = set()
         self._failure: FleetError | None = None
         self._last_heard = clock.now()
         self._logs_absent = logs_absent
@@ -241,7 +241,6 @@ class Connection:
             try:
                 self._take_in(raise_if_error(self._beat().result()))
                 self._round_trips = (*self._round_trips[1 - _BEATS :], self._clock.now() - sent_at)
-                self._send_again()
             except TransportError:
                 pass
             except ServersMovedError as error:
@@ -265,14 +264,6 @@ class Connection:
                 noticed = now
                 notice = "server %s has been silent for %.1f s; after %g s (FLAGS_rpc_deadline) it is given up on"
                 _log.warning(notice, self.endpoint, silent_s, self._settings.rpc_deadline_s)
-
-    def _send_again(self) -> None:
-        """Repeat what the server has not got and nobody waits for yet: who asks several servers waits for one after the
-        other, and what the first one waits for may hang on what this one gets. A thread that sends much is slow."""
-        with self._lock:
-            stuck = [pending for call, pending in self._under_way.items() if not pending.is_awaited and call.is_broken]
-        for pending in stuck:
-            threading.Thread(target=pending.send_again, name="fleet-again", daemon=True).start()
 
     def _beat(self) -> Call:
         together = self._whereabouts.together
@@ -322,13 +313,13 @@ class Connection:
 
     # ---------------------------------------------------------------- for PendingRequest
 
-    def send(self, frame: Frame, what: str, ahead: bool, pending: PendingRequest) -> Call:
+    def send(self, frame: Frame, what: str, ahead: bool) -> Call:
         nbytes = self._checked_size(frame, what)
         if self.failure is None:
             call = self._channel.start(frame, ahead=ahead)
             with self._lock:
                 if self._failure is None:
-                    self._under_way[call] = pending
+                    self._under_way.add(call)
                     self.sent_bytes += nbytes
                     return call
             _give_up(call)
@@ -350,7 +341,7 @@ class Connection:
     def end(self, call: Call) -> None:
         """Note that nobody waits for this call any more."""
         with self._lock:
-            self._under_way.pop(call, None)
+            self._under_way.discard(call)
 
     @property
     def failure(self) -> FleetError | None:
@@ -430,15 +421,9 @@ class PendingRequest:
         self._connection = connection
         self._frame = frame
         self._what = what
-        #: of who sends it again
-        self._lock = threading.Lock()
-        #: whether a thread waits for the reply, and sends it again itself
-        self.is_awaited = False
-        self._call = connection.send(frame, what, ahead, self)
+        self._call = connection.send(frame, what, ahead)
 
     def abandon(self) -> None:
-        with self._lock:
-            self.is_awaited = True
         _give_up(self._call)
         self._connection.end(self._call)
 
@@ -448,8 +433,6 @@ class PendingRequest:
 
     def result(self) -> Frame:
         """Wait for the reply. Raise an error that the server sent, or whatever ended the connection."""
-        with self._lock:
-            self.is_awaited = True
         connection = self._connection
         retries = 0
         broken_at = connection.clock.now()
@@ -467,22 +450,11 @@ class PendingRequest:
                 if retries > connection.retry_times:
                     raise connection.broken_error(self._what, retries, error) from None
                 connection.clock.sleep(RETRY_PAUSE_S)
-                self._call = connection.send(self._frame, self._what, False, self)
+                self._call = connection.send(self._frame, self._what, False)
             else:
                 return connection.answered(reply)
             finally:
                 connection.end(call)
-
-    def send_again(self) -> None:
-        """Send a request whose line broke once more, unless a thread has begun to wait for the reply."""
-        with self._lock:
-            if self.is_awaited or not self._call.is_broken:
-                return
-            _give_up(self._call)
-            self._connection.end(self._call)
-            with contextlib.suppress(FleetError):  # the connection has ended, as the thread will find that waits next
-                self._call = self._connection.send(self._frame, self._what, False, self)
-                self._call.send()
 
 
 def inquire_all(asked: Sequence[tuple[Connection, Frame]]) -> list[Frame | None]:
