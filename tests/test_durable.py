@@ -30,12 +30,15 @@ from fleet.base.cluster import Endpoint
 from fleet.base.settings import ProcessSettings
 from fleet.checkpoint.places import Directory
 from fleet.errors import CheckpointError, ConfigurationError, DeadlineError, ServerLostError
+from fleet.ps.consistency.policy import Policy
 from fleet.ps.server import checkpoint_reader
 from fleet.ps.server.checkpoint_share import write_pieces
 from fleet.ps.server.durability.state_directory import Journal, Kind, StateDirectory
 from fleet.ps.server.service import Service
+from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.ps.worker import connection
+from fleet.ps.worker.progress import Progress
 from fleet.role_maker import Role, UserDefinedRoleMaker
 from fleet.transpiler import DistributeTranspilerConfig, HashName
 
@@ -1227,6 +1230,23 @@ def test_without_rounds_a_job_goes_on_without_what_was_lost(
     for result in results:
         for value in result.values():
             assert torch.equal(value, torch.full_like(value, -0.125 * total))
+
+
+@pytest.mark.parametrize(
+    ("servers", "completed", "steps", "repeated"),
+    [
+        ([(5, 5), (5, 5)], 5, 5, None),
+        ([(3, 9), (4, 12)], 3, 9, 3),  # a push of three steps that one of them has
+        ([(7, 7), (2, 2), (6, 6)], 6, 6, 1),  # and one that has lost more than that
+        ([(8, 24), (8, 20)], 8, 24, None),  # and one that has gone on without two pushes, of three steps each
+    ],
+)
+def test_where_a_worker_goes_on_that_starts_again(
+    servers: list[tuple[int, int]], completed: int, steps: int, repeated: int | None
+) -> None:
+    progress = Progress(Policy())
+    progress.resume([pb.Reply(delivered=delivered, steps=steps) for delivered, steps in servers])
+    assert (progress.completed, progress.steps, progress.repeated_steps) == (completed, steps, repeated)
 
 
 @pytest.mark.parametrize("mode", ["sync", "geo", "async", "ssp"])

@@ -69,7 +69,9 @@ class Progress:
         self._delivered = [reply.delivered for reply in hellos]
         whole = [reply for reply in hellos if reply.delivered >= max(self._delivered) - 1]
         self.completed = min(reply.delivered for reply in whole)
-        self.steps = self.taken = self.went_on_at = min(reply.steps for reply in whole)
+        # One that has gone on without lost pushes knows how many, and not of how many steps each was.
+        here = [reply.steps for reply in whole if reply.delivered == self.completed]
+        self.steps = self.taken = self.went_on_at = max(here)
         self._repeated_steps = max(reply.steps for reply in whole) - self.steps
         self.gathered = hellos[0].gathered
         self.loads = [reply.loads for reply in hellos]
