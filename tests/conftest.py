@@ -111,11 +111,13 @@ def _nothing_left_running() -> Iterator[None]:
     def processes() -> list[psutil.Process]:
         return [process for process in _descendants() - processes_before if _counts(process)]
 
+    # Who ends is no longer known by its command line, and is not dead yet: what is blamed was there at the last look,
+    # and is not looked for again.
     deadline = time.monotonic() + GRACE_S
-    while (threads() or processes()) and time.monotonic() < deadline:
+    while (looked := (threads(), processes())) != ([], []) and time.monotonic() < deadline:
         time.sleep(0.01)
-    left = [f"thread {thread.name}" for thread in threads()]
-    for process in processes():
+    left = [f"thread {thread.name}" for thread in looked[0]]
+    for process in looked[1]:
         try:
             left.append(f"process {process.pid}: {' '.join(process.cmdline())[:200]}")
             process.kill()  # or it would be in the way of all tests to come
