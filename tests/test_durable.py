@@ -1099,9 +1099,84 @@ def test_pages_that_a_machine_has_not_written_are_a_torn_end(tmp_path: Path) -> 
     assert records(path) == [b"first", content]
 
 
+@pytest.mark.parametrize("synced", [0, 4, 8])
+def test_pages_amid_several_records_that_a_machine_has_not_written(tmp_path: Path, synced: int) -> None:
+    """Whatever is not there is cut off with all that comes after it, unless a later record says that it was there: then
+    nobody goes on without it. The one that comes directly after a sync says so, and none does after the last sync."""
+    path = tmp_path / "journal"
+    contents = [bytes([number]) * size for number, size in enumerate([9, 4071, 8190, 3000, 70, 5000, 1, 12_000], 1)]
+    journal, ends = Journal(path), []
+    for number, content in enumerate(contents, 1):
+        journal.append([content])
+        ends.append(journal.bytes)
+        if number == synced:
+            journal.sync()
+    journal.close()
+    whole = path.read_bytes()
+    said = ends[synced - 1] if 0 < synced < len(ends) else 0
+    found = set()
+    for start in range(0, len(whole), 4096):
+        stop = min(start + 4096, len(whole))
+        path.write_bytes(whole[:start] + bytes(stop - start) + whole[stop:])
+        if stop <= said:  # and so is not the page of the mark itself
+            with pytest.raises(CheckpointError, match="journal is damaged"):
+                records(path)
+            assert path.stat().st_size == len(whole), "a look changes nothing"
+        else:
+            kept = sum(end <= start for end in ends)
+            assert records(path) == contents[:kept]
+            found.add(kept)
+    assert found >= {5, 7}
+
+
+def test_marks_are_found_wherever_a_part_of_the_file_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "journal"
+    journal = Journal(path)
+    journal.append([b"x" * 5000])
+    journal.sync()
+    journal.append([b"last"])
+    journal.close()
+    path.write_bytes(bytes(4096) + path.read_bytes()[4096:])
+    for part in range(64, 1200):
+        monkeypatch.setattr("fleet.ps.server.durability.state_directory._PART_BYTES", part)
+        with pytest.raises(CheckpointError, match="journal is damaged"):
+            records(path)
+
+
+def test_a_copy_of_a_journal_in_a_record_marks_nothing(tmp_path: Path) -> None:
+    other = Journal(tmp_path / "other")
+    for content in (b"x" * 9000, b"y", b"z"):
+        other.append([content])
+        other.sync()
+    other.close()
+    copy, path = (tmp_path / "other").read_bytes(), tmp_path / "journal"
+    whole = written(path, [b"first", b"w" * 5000, copy])
+    path.write_bytes(whole[:4096] + bytes(4096) + whole[8192:])
+    assert records(path) == [b"first"]
+
+
+def test_what_a_killed_process_left_is_not_on_the_disk_for_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, synced = tmp_path / "journal", []
+    written(path, [b"first"])
+    journal = Journal(path)
+    monkeypatch.setattr("fleet.ps.server.durability.state_directory.os.fsync", synced.append)
+    assert list(journal.read(is_last=True)) == [b"first"]
+    journal.sync()
+    journal.sync()
+    journal.close()
+    assert len(synced) == 1
+
+
 def test_damage_is_no_torn_end(tmp_path: Path) -> None:
     path = tmp_path / "journal"
-    whole = written(path, [b"first", b"second", b"third"])
+    journal = Journal(path)
+    for content in (b"first", b"second", b"third"):
+        journal.append([content])
+        journal.sync()
+    journal.close()
+    whole = path.read_bytes()
     for at_byte in range(len(whole)):
         path.write_bytes(whole[:at_byte] + bytes([whole[at_byte] ^ 1]) + whole[at_byte + 1 :])
         with pytest.raises(CheckpointError, match=r"journal is damaged; at .*journal, byte \d+"):

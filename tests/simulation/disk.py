@@ -69,6 +69,7 @@ class Disk:
         """Let the process on this disk unwind, and leave what was on the disk before that."""
         kept = self.folder.with_name(f"{self.folder.name}.kept")
         shutil.copytree(self.folder, kept)
+        numbers = {} if loses_power else self._numbers()
         if loses_power:
             self._lose_power(kept)
         if turns_a_bit:
@@ -77,7 +78,10 @@ class Disk:
         self.close()
         shutil.rmtree(self.folder)
         kept.rename(self.folder)
-        self._remember_all()
+        if loses_power:
+            self._remember_all()
+        else:
+            self._renumber(numbers)
 
     def close(self) -> None:
         """Close what a dead process has left open."""
@@ -85,8 +89,19 @@ class Disk:
             os.close(descriptor)
         self._open.clear()
 
+    def _numbers(self) -> dict[Path, int]:
+        """The numbers of all files and folders, by their names."""
+        return {path.relative_to(self.folder): path.stat().st_ino for path in [self.folder, *self.folder.rglob("*")]}
+
+    def _renumber(self, before: dict[Path, int]) -> None:
+        """What was on the disk is there under other numbers, as all files are copies."""
+        now = self._numbers()
+        renumbered = {number: now[path] for path, number in before.items() if path in now}
+        self._synced = {renumbered[number]: size for number, size in self._synced.items() if number in renumbered}
+        self._names = {(renumbered[number], name) for number, name in self._names if number in renumbered}
+
     def _remember_all(self) -> None:
-        """After a start everything that is there is on the disk."""
+        """After power has failed everything that is there is on the disk."""
         self._synced.clear()
         self._names.clear()
         for folder, _, files in os.walk(self.folder):

@@ -40,6 +40,8 @@ SYNC_S = 1.0
 JOURNAL_BYTES = 256 << 20
 #: The length and the checksum of what follows, and the checksum of these twelve bytes.
 _HEAD = struct.Struct("<QII")
+#: A record's kind, its place in the file, and how much of the file is on the disk.
+_MARK = struct.Struct("<cQQ")
 _MOST_BUFFERS = 512
 _PART_BYTES = 1 << 20
 #: What a system writes to a disk at once; where it has not, there are zeros.
@@ -68,15 +70,19 @@ class Kind(bytes, enum.Enum):
     BEFORE = b"B"
     #: of the states of the workers' own objects
     STATE = b"S"
+    #: how much of the journal is on the disk: the journal's own, which reading it does not show
+    MARK = b"M"
 
 
 class Journal:
     """Is a file of records that only grows: what a server has been asked, in the order in which it did it.
 
     A record is its length, its checksum, a checksum of these two, and its bytes. A process that is killed may leave the
-    beginning of a record at the end of the file, and a machine that stops may leave zeros in the place of its last
-    pages. Nobody was told that such a record is safe, and it is cut off. Anything else that does not fit is damage,
-    also a byte that has turned in the last record: going on without it would silently lose what was acknowledged.
+    beginning of a record at the end of the file, and a machine that stops may leave zeros in the place of any page
+    that it was not told to write. Nobody was told that such a record is safe, nor one after it, and they are cut off.
+    The first record after each sync brings a mark of how much is on the disk since, so that a page of zeros before it
+    is known as damage. So is anything else that does not fit, also a byte that has turned in the last record: going on
+    without it would silently lose what was acknowledged.
     """
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
@@ -86,7 +92,8 @@ class Journal:
         self._read_only = read_only
         self._file = os.open(path, os.O_RDONLY if read_only else os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         self.bytes = os.fstat(self._file).st_size
-        self._synced = self.bytes
+        # What a killed process has left is in the system's memory, and not on the disk for that.
+        self._synced = self._marked = 0
         self._syncing = threading.Lock()
 
     def append(self, buffers: Sequence[bytes | memoryview]) -> None:
@@ -95,7 +102,10 @@ class Journal:
         for buffer in buffers:
             size, crc = size + len(buffer), crc32(buffer, crc)
         pieces: list[Any] = [_head(size, crc), *buffers]
-        before = self.bytes
+        before, synced = self.bytes, self._synced
+        if synced > self._marked:
+            mark = _MARK.pack(Kind.MARK, before, synced)
+            pieces = [_head(len(mark), crc32(mark)), mark, *pieces]
         try:
             for start in range(0, len(pieces), _MOST_BUFFERS):
                 self._write(pieces[start : start + _MOST_BUFFERS])
@@ -104,6 +114,7 @@ class Journal:
                 os.ftruncate(self._file, before)  # half a record would hide those after it
                 self.bytes, self._synced = before, min(self._synced, before)
             raise
+        self._marked = synced
 
     def _write(self, pieces: list[Any]) -> None:
         while pieces:
@@ -130,10 +141,10 @@ class Journal:
         """Drop all records."""
         with self._syncing:
             os.ftruncate(self._file, 0)
-            self.bytes = self._synced = 0
+            self.bytes = self._synced = self._marked = 0
 
     def read(self, *, is_last: bool) -> Iterator[bytearray]:
-        """Yield every whole record, in order. Only the last of several journals can have a torn end."""
+        """Yield every whole record but marks, in order. Only the last of several journals can have a torn end."""
         at = 0
         while at < self.bytes:
             record = self._record(at)
@@ -144,9 +155,9 @@ class Journal:
                     os.ftruncate(self._file, at)
                 self.bytes = at
                 break
-            yield record
+            if not _is_mark(record):
+                yield record
             at += _HEAD.size + len(record)
-        self._synced = min(self._synced, at)
 
     def _record(self, at: int) -> bytearray | None:
         """Return the record at a place; None if it is the torn end."""
@@ -155,29 +166,47 @@ class Journal:
             return None
         size, crc, _ = _HEAD.unpack(head)
         if head != _head(size, crc):
-            if self._is_zero(at):
-                return None
-            raise self._damaged(at)
-        end = at + _HEAD.size + size
-        if end > self.bytes:
+            pages = -(at + _HEAD.size) % _PAGE_BYTES + _HEAD.size  # up to the end of the last one that it is in
+            self._check_torn(at, memoryview(os.pread(self._file, pages, at)), at)
+            return None
+        if at + _HEAD.size + size > self.bytes:
             return None
         data = bytearray(size)
         view, got = memoryview(data), 0
         while got < size:
             got += os.preadv(self._file, [view[got:]], at + _HEAD.size + got)
-        if crc32(data) != crc:
-            if end == self.bytes and _lacks_a_page(view, at + _HEAD.size):
-                return None
-            raise self._damaged(at)
-        return data
+        if crc32(data) == crc:
+            return data
+        self._check_torn(at, view, at + _HEAD.size)
+        return None
 
-    def _is_zero(self, at: int) -> bool:
-        """Say whether there are only zeros from a place on, as in a file that was made longer and never written."""
-        while part := os.pread(self._file, _PART_BYTES, at):
-            if any(part):
-                return False
-            at += len(part)
-        return True
+    def _check_torn(self, at: int, data: memoryview, start: int) -> None:
+        """Refuse the record at a place unless a machine that stopped can have left it so: by those of its bytes that do
+        not fit, which begin at ``start``, and by what comes after it."""
+        if not _lacks_a_page(data, start) or self._was_synced(at):
+            raise self._damaged(at)
+
+    def _was_synced(self, at: int) -> bool:
+        """Say whether a later mark tells that the record at a place was on the disk. Where one record is lost, only a
+        search finds the next."""
+        begin, start = _HEAD.pack(_MARK.size, 0, 0)[:8], at
+        while len(part := os.pread(self._file, _PART_BYTES, start)) >= _HEAD.size + _MARK.size:
+            found = part.find(begin)
+            while found >= 0:
+                if self._mark_at(start + found) > at:
+                    return True
+                found = part.find(begin, found + 1)
+            start += len(part) - len(begin) + 1
+        return False
+
+    def _mark_at(self, at: int) -> int:
+        """Return how much was on the disk by the mark at a place; 0 if there is none."""
+        record = os.pread(self._file, _HEAD.size + _MARK.size, at)
+        head, mark = record[: _HEAD.size], record[_HEAD.size :]
+        if len(mark) < _MARK.size or head != _head(_MARK.size, crc32(mark)):
+            return 0
+        kind, place, synced = _MARK.unpack(mark)
+        return int(synced) if kind == Kind.MARK and place == at else 0
 
     def _damaged(self, at: int) -> CheckpointError:
         return CheckpointError(
@@ -477,6 +506,10 @@ def _lacks_a_page(data: memoryview, at: int) -> bool:
     """Say whether some page of a file has nothing of these bytes, which begin at a place in it."""
     starts = [0, *range(-at % _PAGE_BYTES or _PAGE_BYTES, len(data), _PAGE_BYTES)]
     return any(not any(data[start:stop]) for start, stop in zip(starts, [*starts[1:], len(data)], strict=True))
+
+
+def _is_mark(record: bytearray) -> bool:
+    return len(record) == _MARK.size and record.startswith(Kind.MARK)
 
 
 def _head(size: int, crc: int) -> bytes:
