@@ -52,6 +52,12 @@ MOVES_TO_TWO = Setting(
 )
 
 FOUND = {
+    # A server waited for the push of a worker that was killed, whose next process waited for the end of the move.
+    "a worker that starts again amid a move": Scenario(
+        2000697,
+        Setting("async", 3, 3, 10, moves_at=9, moves_to=2),
+        (Fault(19, TWICE), Fault(117, LOST), Fault(183, KILL, "worker2", 0.06)),
+    ),
     # A server had lost steps with the power, and the job moved before all of its workers had asked for anything.
     "steps that were lost before the job moved": Scenario(
         1000914,

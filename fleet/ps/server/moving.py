@@ -64,8 +64,9 @@ _log = logging.getLogger("fleet.server")
 #: Under this name a copy goes on from the epochs of its rounds.
 _BASE = "move"
 #: What the state of a server that stands still says of pushes beside what waits there: what is in its buffers, how many
-#: updates wait for a norm, what comes again, and how far workers had come here before they started again.
-BUFFERS, DUE, AGAIN, RENEWED = "buffers", "due", "again", "renewed"
+#: updates wait for a norm, what comes again, how far workers had come here before they started again, and who starts
+#: again now.
+BUFFERS, DUE, AGAIN, RENEWED, STARTING = "buffers", "due", "again", "renewed", "starting"
 
 
 @dataclass
@@ -105,10 +106,11 @@ class _Halt:
             return bool(request.step <= self.delivered.get(request.worker, 0))
         return bool(kind == "clip" and not request.clip.parting)
 
-    def holds_hello_of(self, worker: int) -> bool:
-        """Say whether a process waits to take a worker's place."""
+    @property
+    def starting(self) -> set[int]:
+        """Return the workers whose places other processes wait to take."""
         asked = (frame.message for frame, _ in self.held)
-        return any(each.worker == worker and each.WhichOneof("kind") == "hello" for each in asked)
+        return {each.worker for each in asked if each.WhichOneof("kind") == "hello"}
 
     def let_through(self, delivered: Mapping[int, int]) -> list[tuple[Frame, Respond]]:
         """Return, of what was kept, the pushes that other servers have."""
@@ -379,7 +381,7 @@ class Moving:
         state[BUFFERS], state[DUE] = job.rounds.gate.buffers(0), len(job.rounds.due)
         state[PUSHED], state[AGAIN] = [each for each in job.rounds.pushed if each not in again], again
         state[GIVEN] = [] if shard.readers is None else shard.readers.keys
-        state[RENEWED] = job.moves.renewed
+        state[RENEWED], state[STARTING] = job.moves.renewed, sorted(self._halt.starting)
         state[LACKS] = self._durability is not None and self._durability.may_lack_steps
         records: list[tuple[str, bytes]] = []
         if shard.server == 0:
@@ -406,7 +408,7 @@ class Moving:
         self._released += halt.let_through(delivered)
         clocks = job.rounds.gate.clocks
         behind = [worker for worker, step in delivered.items() if clocks.get(worker, step) < step]
-        if again := [worker for worker in behind if halt.holds_hello_of(worker)]:
+        if again := sorted(halt.starting.intersection(behind)):
             raise stale(self._where, f"workers start again that had reached other servers alone: {again}")
         if behind or not self._steps.place_all(job, told, arrival.worker, arrival.outbox):
             raise ServerBusyError("pushes that other servers have are on their way", where=self._where, got=behind)

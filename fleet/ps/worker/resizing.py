@@ -284,13 +284,19 @@ class Copy:
         # Who waits at the first server for the answer to a push may not know that another one lacks it.
         furthest |= {str(worker): step - 1 for worker, step in states[0]["again"]}
         renewed = [state["renewed"] for state in states]
-        if again := [worker for worker, step in furthest.items() if _is_taken_again(worker, step, clocks, renewed)]:
-            raise _TakenAgainError(
-                f"workers that have started again take a step once more before the job moves: {again}"
-            )
+        _refuse_again(worker for worker, step in furthest.items() if _is_taken_again(worker, step, clocks, renewed))
         if any(each != furthest for each in clocks):
             delivered = {int(worker): step for worker, step in furthest.items()}
-            replies = [self._let_go(connection, 0, delivered) for connection in self._former]
+            first, *others = self._former
+            replies = [self._let_go(first, 0, delivered)]
+
+            def look() -> None:  # for workers that start again, which say so to the first server alone
+                starting = map(str, json.loads(self._let_go(first, 0, delivered).message.about)["starting"])
+                _refuse_again(
+                    each for each in starting if any(clock.get(each) != furthest.get(each) for clock in clocks)
+                )
+
+            replies += [self._let_go(each, 0, delivered, meanwhile=look) for each in others]
         states = [json.loads(reply.message.about) for reply in replies]
         buffers = [_buffer_of(*each) for each in states[0]["buffers"]]
         gone = {int(worker): step for worker, step in states[0]["gone"].items()}
@@ -315,6 +321,7 @@ class Copy:
         delivered: Mapping[int, int] | None = None,
         buffers: Sequence[pb.Buffer] = (),
         gone: Mapping[int, int] | None = None,
+        meanwhile: Callable[[], object] = lambda: None,
     ) -> Frame:
         completed = self._worker.progress.completed
         endpoints = [*(str(each.endpoint) for each in self._former), *map(str, self.servers)]
@@ -328,9 +335,11 @@ class Copy:
             gone=gone,
         )
         frame = Frame(connection.request(completed, halt=halt))
-        return self._when_free(connection, partial(connection.call, frame, "a move to other servers"))
+        return self._when_free(connection, partial(connection.call, frame, "a move to other servers"), meanwhile)
 
-    def _when_free(self, connection: Connection, ask: Callable[[], Frame]) -> Frame:
+    def _when_free(
+        self, connection: Connection, ask: Callable[[], Frame], meanwhile: Callable[[], object] = lambda: None
+    ) -> Frame:
         """Return what a server answers when it has ended what it does, within its deadline."""
         clock = connection.clock
         began = clock.now()
@@ -341,6 +350,7 @@ class Copy:
                 if clock.now() - began > connection.deadline_s:
                     raise
                 self._refuse_if_over()
+                meanwhile()
                 clock.sleep(RETRY_PAUSE_S)
 
     def _stage(self, about: str) -> None:
@@ -463,6 +473,12 @@ def _parts(about: dict[str, Any], tensors: Sequence[WireTensor], servers: int) -
         return [tensors] * servers
     parts = partition(tensors[0].array, servers)
     return [[WireTensor(each.dtype, each.array[part]) for each in tensors] for part in parts]
+
+
+def _refuse_again(workers: Iterable[str]) -> None:
+    """Have a move tried again later if these workers take a step once more first."""
+    if again := [*workers]:
+        raise _TakenAgainError(f"workers that have started again take a step once more before the job moves: {again}")
 
 
 def _is_taken_again(
