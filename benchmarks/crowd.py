@@ -111,6 +111,9 @@ class Seen:
     push_us: float
     joined_s: float
     took_s: float
+    #: what a step took of all workers' processors, and of all servers'
+    worker_s: float
+    server_s: float
 
 
 @cache
@@ -131,7 +134,8 @@ class Clicks:
         self.last: dict[int, float] = {}
         #: the longest time that a worker took for a step
         self.longest_s = 0.0
-        self.counted_from: Callable[[], None] = lambda: None
+        #: what looks when the first counted step begins, and when the last one has ended
+        self.look: Callable[[], object] = lambda: None
         count = round(setting.stragglers * setting.workers)
         self._slow = {*random.Random(setting.seed).sample(range(setting.workers), count)}
 
@@ -148,15 +152,16 @@ class Clicks:
         draw = random.Random(f"{setting.seed} {worker}")
         slower = SLOWER if worker in self._slow else 1.0
         dense = [parameter for name, parameter in model.named_parameters() if name.startswith("top")]
-        for step in range(setting.warmup + setting.steps):
+        # One more, so that at the end of what is counted workers are as far into the next step as at its beginning.
+        for step in range(setting.warmup + setting.steps + 1):
             self.last[worker] = crowd.scheduler.now
             # Before the look-up, as a step is: its time is drawn around what was recorded.
             crowd.compute(setting.step_s * slower * draw.lognormvariate(-SPREAD * SPREAD / 2, SPREAD))
             optimizer.minimize(table(ids[step % len(ids)]).sum() + sum(each.sum() for each in dense))
             self.longest_s = max(self.longest_s, crowd.scheduler.now - self.last[worker])
             self.done.append((crowd.scheduler.now, worker, step))
-            if len(self.done) == setting.warmup * setting.workers:
-                self.counted_from()
+            if len(self.done) in (setting.warmup * setting.workers, (setting.warmup + setting.steps) * setting.workers):
+                self.look()
 
 
 def simulate(setting: Setting, times: Times) -> Seen:
@@ -165,11 +170,11 @@ def simulate(setting: Setting, times: Times) -> Seen:
     crowd = Crowd(setting.workers, setting.servers, work, times, together=setting.together, seed=setting.seed)
     servers = [name for name in crowd.names if name.startswith("server")]
     workers = [name for name in crowd.names if name.startswith("worker")]
-    before: dict[str, Any] = {}
+    looks: list[dict[str, Any]] = []
 
-    def look() -> dict[str, Any]:
+    def look() -> None:
         wires = crowd.wires
-        return {
+        seen = {
             "now": crowd.scheduler.now,
             "requests": {name: sum(wires.handled[name].requests.values()) for name in servers},
             "busy": {name: sum(wires.processor(name).busy_s.values()) for name in crowd.names},
@@ -180,10 +185,11 @@ def simulate(setting: Setting, times: Times) -> Seen:
             "pushes": {name: wires.handled[name].requests["push"] for name in servers},
             "push_s": {name: wires.handled[name].took_s["push"] for name in servers},
         }
+        looks.append(seen)
 
-    work.counted_from = lambda: before.update(look())
+    work.look = look
     crowd.run()
-    after = look()
+    before, after = looks
     seconds = after["now"] - before["now"]
     steps = setting.steps * setting.workers
 
@@ -208,6 +214,8 @@ def simulate(setting: Setting, times: Times) -> Seen:
         push_us=sum(grown("push_s", name) for name in servers) / max(1, pushes) * 1e6,
         joined_s=max(work.joined),
         took_s=time.monotonic() - began,
+        worker_s=sum(grown("busy", name) for name in workers) / steps,
+        server_s=sum(grown("busy", name) for name in servers) / steps,
     )
 
 
@@ -230,9 +238,8 @@ def features(mode: str, workers: int, servers: int) -> tuple[float, float]:
         asked = sum(sum(each.requests.values()) - each.requests["beat"] for each in crowd.wires.handled.values())
         counted.append((asked, sum(crowd.wires.bytes_of.values()) - crowd.wires.bytes_of["beat"]))
 
-    work.counted_from = look
+    work.look = look
     crowd.run()
-    look()
     (asked, sent), (asked_then, sent_then) = counted
     return (asked_then - asked) / workers / 4, (sent_then - sent) / workers / 4
 
@@ -322,6 +329,8 @@ class Real:
 
     steps_a_second: float
     by_processor: float
+    worker_s: float
+    server_s: float
     step_bytes: float
     server_bytes: float
     foreign: float
@@ -338,6 +347,8 @@ def real(mode: str, workers: int, servers: int, steps: int) -> Real:
     return Real(
         steps_a_second=total / cost.seconds,
         by_processor=psutil.cpu_count() / ((cost.worker_cpu_s + cost.server_cpu_s) / total),
+        worker_s=cost.worker_cpu_s / total,
+        server_s=cost.server_cpu_s / total,
         step_bytes=sum(talked) / ((steps + WARMUP) * workers),
         server_bytes=max(memory),
         foreign=cost.foreign,
@@ -366,13 +377,15 @@ def check(options: argparse.Namespace, known: Recorded) -> list[dict[str, Any]]:
         "Beside real jobs on this machine's cores",
         [
             *("mode", "workers", "servers", "steps/s", "by processor time", "predicted", "of measured"),
-            *("of processor's", "step kB", "of it predicted", "server MB", "others, cores"),
+            *("of processor's", "ms of workers a step", "predicted", "ms of servers a step", "predicted"),
+            *("step kB", "of it predicted", "server MB", "others, cores"),
         ],
         [
             [
                 *(each["mode"], each["workers"], each["servers"], had.steps_a_second, had.by_processor),
                 *(said.steps_a_second, said.steps_a_second / had.steps_a_second),
-                *(said.steps_a_second / had.by_processor, had.step_bytes / 1e3, said.step_bytes / had.step_bytes),
+                *(said.steps_a_second / had.by_processor, had.worker_s * 1e3, said.worker_s * 1e3),
+                *(had.server_s * 1e3, said.server_s * 1e3, had.step_bytes / 1e3, said.step_bytes / had.step_bytes),
                 *(had.server_bytes / 1e6, had.foreign),
             ]
             for each in found
@@ -390,7 +403,7 @@ SERVERS = (10, 50)
 
 def curves(options: argparse.Namespace, known: Recorded) -> list[dict[str, Any]]:
     """Jobs of more and more workers, with and without some that are slow. The largest take few steps, of which each
-    costs half a minute."""
+    costs two minutes."""
     places = [
         (mode, servers, stragglers, workers)
         for workers in (WORKERS[:1] if options.quick else options.workers)
