@@ -1143,6 +1143,34 @@ def test_marks_are_found_wherever_a_part_of_the_file_ends(tmp_path: Path, monkey
             records(path)
 
 
+def test_no_mark_lies_amid_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record of many buffers is written in parts, and others sync meanwhile: the rest of it was not on the disk."""
+    path, write = tmp_path / "journal", Journal._write
+    journal = Journal(path)
+    journal.append([b"first"])
+
+    def write_and_sync(self: Journal, pieces: list[Any]) -> None:
+        write(self, pieces)
+        self.sync()
+
+    monkeypatch.setattr(Journal, "_write", write_and_sync)
+    journal.append([b"x" * 40] * 700)
+    journal.append([b"last"])
+    journal.close()
+    whole = path.read_bytes()
+    path.write_bytes(whole[:20_480] + bytes(4096) + whole[24_576:])
+    assert records(path) == [b"first"]
+
+
+def test_a_journal_that_is_cut_off_while_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    whole = written(path, [b"first", b"second"])
+    journal = Journal(path, read_only=True)
+    os.truncate(path, len(whole) - 3)
+    assert [bytes(each) for each in journal.read(is_last=True)] == [b"first"]
+    journal.close()
+
+
 def test_a_copy_of_a_journal_in_a_record_marks_nothing(tmp_path: Path) -> None:
     other = Journal(tmp_path / "other")
     for content in (b"x" * 9000, b"y", b"z"):

@@ -109,6 +109,7 @@ class Journal:
         try:
             for start in range(0, len(pieces), _MOST_BUFFERS):
                 self._write(pieces[start : start + _MOST_BUFFERS])
+            self.bytes = before + sum(map(len, pieces))  # at once, lest half a record be synced and a mark say so
         except OSError:
             with self._syncing:
                 os.ftruncate(self._file, before)  # half a record would hide those after it
@@ -119,7 +120,6 @@ class Journal:
     def _write(self, pieces: list[Any]) -> None:
         while pieces:
             written = os.writev(self._file, pieces)
-            self.bytes += written
             while pieces and written >= len(pieces[0]):
                 written -= len(pieces[0])
                 pieces = pieces[1:]
@@ -174,7 +174,10 @@ class Journal:
         data = bytearray(size)
         view, got = memoryview(data), 0
         while got < size:
-            got += os.preadv(self._file, [view[got:]], at + _HEAD.size + got)
+            part = os.preadv(self._file, [view[got:]], at + _HEAD.size + got)
+            if not part:  # its server has cut it off since
+                return None
+            got += part
         if crc32(data) == crc:
             return data
         self._check_torn(at, view, at + _HEAD.size)
