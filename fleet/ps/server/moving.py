@@ -64,9 +64,8 @@ _log = logging.getLogger("fleet.server")
 #: Under this name a copy goes on from the epochs of its rounds.
 _BASE = "move"
 #: What the state of a server that stands still says of pushes beside what waits there: what is in its buffers, how many
-#: updates wait for a norm, what comes again, how far workers had come here before they started again, and who starts
-#: again now.
-BUFFERS, DUE, AGAIN, RENEWED, STARTING = "buffers", "due", "again", "renewed", "starting"
+#: updates wait for a norm, what comes again, and how far workers had come here before they started again.
+BUFFERS, DUE, AGAIN, RENEWED = "buffers", "due", "again", "renewed"
 
 
 @dataclass
@@ -381,7 +380,7 @@ class Moving:
         state[BUFFERS], state[DUE] = job.rounds.gate.buffers(0), len(job.rounds.due)
         state[PUSHED], state[AGAIN] = [each for each in job.rounds.pushed if each not in again], again
         state[GIVEN] = [] if shard.readers is None else shard.readers.keys
-        state[RENEWED], state[STARTING] = job.moves.renewed, sorted(self._halt.starting)
+        state[RENEWED] = job.moves.renewed
         state[LACKS] = self._durability is not None and self._durability.may_lack_steps
         records: list[tuple[str, bytes]] = []
         if shard.server == 0:
@@ -578,13 +577,14 @@ class Moving:
         return "to be drained" if self._wanted.is_drained(job) else ""
 
     def _tell(self, job: Job | None, arrival: Arrival) -> None:
-        """Say where the job is, and whether it is about to move."""
+        """Say where the job is, whether it is about to move, and who starts again meanwhile."""
         is_of_another = self._members.knows(arrival.request.where.former)
         moves = Moves() if job is None or is_of_another else job.moves
         about = {
             "servers": moves.servers if moves.made else (),
             "past": moves.past,
             "halted": "" if self._halt is None else self._halt.attempt,
+            "starting": () if self._halt is None else sorted(self._halt.starting),
         }
         arrival.answer(pb.Reply(about=json.dumps(about)))
 

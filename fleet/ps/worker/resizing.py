@@ -291,7 +291,8 @@ class Copy:
             replies = [self._let_go(first, 0, delivered)]
 
             def look() -> None:  # for workers that start again, which say so to the first server alone
-                starting = map(str, json.loads(self._let_go(first, 0, delivered).message.about)["starting"])
+                told = first.inquire(Frame(first.request(0, where=pb.Where())))
+                starting = () if told is None else map(str, json.loads(told.message.about)["starting"])
                 _refuse_again(
                     each for each in starting if any(clock.get(each) != furthest.get(each) for clock in clocks)
                 )
