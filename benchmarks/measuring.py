@@ -38,8 +38,8 @@ class JobFailed(Exception):
 @dataclass(frozen=True)
 class Cost:
     """What one job took, warm-up and start excluded. CPU seconds, and bytes of memory at the end, are those of all
-    workers, and of all servers, together. ``foreign`` is how many cores others used meanwhile: figures from a busy
-    machine are worth little."""
+    workers, and of all servers, together; ``busiest`` is those of the busiest server, of the mean. ``foreign`` is how
+    many cores others used meanwhile: figures from a busy machine are worth little."""
 
     examples: int
     seconds: float
@@ -50,6 +50,7 @@ class Cost:
     first_loss: float
     last_loss: float
     foreign: float
+    busiest: float = 1.0
 
     @property
     def rate(self) -> float:
@@ -104,7 +105,8 @@ def run_job(
             worker.go()
         reports = [worker.report("done", deadline) for worker in working]
         took = time.monotonic() - began
-        server_cpu_s = sum(each.cpu_s() for each in serving) - sum(before)
+        by_server = [each.cpu_s() - began_with for each, began_with in zip(serving, before, strict=True)]
+        server_cpu_s = sum(by_server)
         worker_cpu_s = sum(report["cpu_s"] for report in reports)
         busy = busy_s() - busy_before
         worker_bytes = sum(each.own_bytes() for each in working)
@@ -125,6 +127,7 @@ def run_job(
         first_loss=statistics.mean(report["first_loss"] for report in reports),
         last_loss=statistics.mean(report["last_loss"] for report in reports),
         foreign=max(0.0, busy - server_cpu_s - worker_cpu_s) / took,
+        busiest=max(by_server, default=0.0) * servers / server_cpu_s if server_cpu_s else 1.0,
     )
 
 

@@ -1,10 +1,12 @@
 """What grows with what: workers, servers, and ids that a table has ever seen.
 
-    python benchmarks/scaling.py [--quick] [--json FILE] [--figures FOLDER] [--curves workers crowd servers ids]
+    python benchmarks/scaling.py [--quick] [--json FILE] [--figures FOLDER] [--curves workers crowd servers hot ids]
 
 workers    1 to 64 against one server: examples a second of all together, which must not fall from 4 workers to 64
 crowd      the same for workers that compute next to nothing and share few processes: what one server can take of them
 servers    1 to 4 for two workers: the same, and what an example costs
+hot        4 servers, and the busiest one's load over the mean: the most frequent ids are in all batches, and more of
+           them may lie on one server than on another, with one table for all slots or one for each, in batches of 32 up
 ids        a table that has seen 10^4 to 10^7 ids (10^8 with ``--most-ids``, for machines with 16 GB to spare), of which
            every step trains 5000: time of a step, and memory
 
@@ -35,6 +37,8 @@ IDS_A_STEP = 5000
 #: So many processes share the workers that compute nothing: more would take cores from the server that is measured.
 #: After the warm-up, of as many steps as crowd.py has batches, all of them have seen all.
 CROWDS, CROWD_WARMUP = 2, 64
+#: Batches that have few ids beside the most frequent ones, and such as have many.
+HOT_BATCHES, HOT_SERVERS = (32, 100, 1000), 4
 #: What the curves of whole jobs count.
 UNITS = {"workers": "workers", "crowd": "workers that compute nothing", "servers": "servers"}
 
@@ -120,6 +124,18 @@ def scale_servers(options: argparse.Namespace) -> Costs:
     return measure(places, options.rounds, lambda place: clicks(place[0], 2, place[1], options.quick))
 
 
+def scale_hot(options: argparse.Namespace) -> Costs:
+    def job(place: Place) -> Cost:
+        tables, batch = place
+        steps = min(4000, 400_000 // batch) // (8 if options.quick else 1)
+        work = {**CLICKS, "alike": False, "mode": "async", "batch": batch, "steps": steps}
+        more = {} if tables == "one table" else {"tables": 26, "vocabulary": 1_000_000}
+        return run_job("ours", {**work, **more}, workers=2, servers=HOT_SERVERS)
+
+    batches = HOT_BATCHES[-1:] if options.quick else HOT_BATCHES
+    return measure([(each, batch) for each in ("one table", "26 tables") for batch in batches], options.rounds, job)
+
+
 def scale_ids(options: argparse.Namespace) -> Costs:
     seen = [10**power for power in range(4, 9) if 10**power <= (10**5 if options.quick else options.most_ids)]
 
@@ -157,6 +173,17 @@ def report_jobs(name: str, costs: Costs, figures: Path | None) -> None:
             logarithmic="" if name == "servers" else "x",
             from_zero=True,
         )
+
+
+def report_hot(costs: Costs) -> None:
+    print_table(
+        f"The busiest of {HOT_SERVERS} servers, medians",
+        ["ids in", "batch", "its processor time over the mean", "server us/example"],
+        [
+            [tables, batch, median(each, lambda cost: cost.busiest), median(each, server_us)]
+            for (tables, batch), each in costs.items()
+        ],
+    )
 
 
 def report_ids(costs: Costs, figures: Path | None) -> None:
@@ -204,17 +231,25 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures here")
     parser.add_argument("--figures", type=Path, help="also draw them, into this folder")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--curves", nargs="+", default=["workers", "crowd", "servers", "ids"])
+    parser.add_argument("--curves", nargs="+", default=["workers", "crowd", "servers", "hot", "ids"])
     parser.add_argument("--most-ids", type=float, default=1e7)
     options = parser.parse_args()
     if options.quick:
         options.rounds = 1
-    scales = {"workers": scale_workers, "crowd": scale_crowd, "servers": scale_servers, "ids": scale_ids}
+    scales = {
+        "workers": scale_workers,
+        "crowd": scale_crowd,
+        "servers": scale_servers,
+        "hot": scale_hot,
+        "ids": scale_ids,
+    }
     results: dict[str, Any] = {}
     for name in options.curves:
         costs = scales[name](options)
         if name == "ids":
             report_ids(costs, options.figures)
+        elif name == "hot":
+            report_hot(costs)
         else:
             report_jobs(name, costs, options.figures)
         results[name] = [{"line": line, "at": at, "costs": each} for (line, at), each in costs.items()]

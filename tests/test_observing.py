@@ -23,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from harness import PATIENT, Job, run_job, until
@@ -44,6 +45,7 @@ from fleet.errors import (
 from fleet.launch import cli
 from fleet.launch.live_view import LiveView
 from fleet.launch.sources import Recorded
+from fleet.ps.server.asked_ids import AskedIds, hottest
 from fleet.ps.server.status import in_brief
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
@@ -66,7 +68,20 @@ from fleet.telemetry.record import (
     view_of,
 )
 from fleet.telemetry.tensorboard import scalars
-from fleet.telemetry.view import History, Row, Speed, View, WorkerView, held_up, rows, seen, table_rows, total_speed
+from fleet.telemetry.view import (
+    History,
+    HotId,
+    Row,
+    Speed,
+    View,
+    WorkerView,
+    held_up,
+    hot_ids,
+    rows,
+    seen,
+    table_rows,
+    total_speed,
+)
 from fleet.telemetry.worker_figures import MOST_REPORTED
 
 BEATING = {**PATIENT, "FLEET_HEARTBEAT_S": "0.02"}
@@ -495,6 +510,85 @@ def test_a_job_with_a_memory_budget_tells_where_its_rows_are(tmp_path: Path) -> 
     assert share["written_bytes"] > 0
     assert 100 <= share["read_rows"] < share["asked_rows"]
     assert share["hit_rate"] == 1 - share["read_rows"] / share["asked_rows"]
+
+
+# Ids that are asked for again and again
+
+
+def asked(requests: int, size: int) -> AskedIds:
+    """Requests of two tables: of the second all name the id -5, and every other one the greatest there is."""
+    found, draw = AskedIds(), np.random.default_rng(0)
+    for number in range(requests):
+        others = draw.integers(0, 2**62, (2, size))
+        ids = [others[0], [-5, *([2**63 - 1] if number % 2 else []), *others[1]]]
+        found.note((3, 1), np.concatenate(ids), np.cumsum([len(each) for each in ids]))
+    return found
+
+
+def test_ids_that_most_requests_name_are_hot() -> None:
+    found = asked(2000, 40)
+    first, second = hottest(found.kept())
+    assert first == (1, -5, 1.0)
+    assert second[:2] == (1, 2**63 - 1)
+    assert 0.3 < second.share < 0.7
+    assert found.rows == 2000 * (2 * 40 + 1) + 1000
+
+
+@pytest.mark.parametrize("size", [1, 10_000, 100_000])
+def test_little_is_kept_of_what_was_asked_for(size: int) -> None:
+    found = asked(700, size)
+    assert 700 * 2 * size < found.rows
+    kept = sum(each.ids.size for each in found.kept())
+    assert kept <= 1 << 17
+    assert bool(kept) == bool(hottest(found.kept())) == (size < 100_000), "of a request as large nothing is hot"
+
+
+def test_nothing_is_said_of_few_requests() -> None:
+    assert not hottest(asked(3, 40).kept())
+    assert not hottest(asked(0, 40).kept())
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_job_shows_which_ids_are_hot(mode: str) -> None:
+    network = LoopbackNetwork()
+
+    def body(fleet_: Fleet, index: int) -> list[HotId]:
+        model = torch.nn.ModuleDict({name: fleet.nn.Embedding(None, 2) for name in ("user", "item")})
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = fleet_.distributed_optimizer(sgd, STRATEGIES[mode](), model=model)
+        fleet_.init_worker()
+        for step in range(400):
+            others = torch.arange(10) + 100 * (2 * step + index)
+            optimizer.minimize(
+                model["user"](torch.cat([others, torch.tensor([7])])).sum() + model["item"](others).sum()
+            )
+        fleet_.barrier_worker()
+        told = {f"server {each}": status_of(network, f"server{each}:1") for each in range(2)}
+        view = seen(0.0, told, {})
+        rows_asked = [server.figures["asked_rows"] for server in view.servers.values()]
+        assert sum(rows_asked) >= 2 * 400 * 21, "of look-ups, and of gradients"
+        return hot_ids(view)
+
+    for hot in run_job(body, 2, 2, network=network):
+        assert [each[:2] for each in hot] == [("user.weight", 7)]
+        assert hot[0].share == 1.0
+        assert plain([Row("worker 0")], hot=hot).splitlines()[-1] == "asked for most: user.weight 7 (100%)"
+
+
+def test_hot_ids_are_shown_where_there_is_room() -> None:
+    from rich.console import Console
+
+    shown, hot = table_rows(View(0.0), holding(2.0, table(100, 20))), [HotId("t", 7, 0.5)]
+
+    def text(height: int) -> str:
+        console = Console(width=120, height=height, file=io.StringIO())
+        console.print(rich_tables([Row("worker 0")], shown, 120, height, hot))
+        drawn: str = console.file.getvalue()
+        assert len(drawn.splitlines()) <= height
+        return drawn
+
+    assert ["80.0%" in text(height) for height in (5, 6, 9)] == [False, False, True]
+    assert ["t 7 (50%)" in text(height) for height in (5, 6, 9)] == [False, True, True]
 
 
 def test_what_is_old_is_said_to_be() -> None:
@@ -1052,6 +1146,30 @@ def test_the_doctor_says_that_memory_is_too_small_for_a_table() -> None:
 def test_the_doctor_does_not_mind_a_few_rows_that_are_read(read: int) -> None:
     text = " ".join(diagnose(holding(10.0, table(1000, 900)), holding(20.0, table(2000, 900 + read))))
     assert "FLEET_TABLE_MEMORY_MB" not in text, "what was read before does not count"
+
+
+@pytest.mark.parametrize(
+    ("asked_s", "hot", "says"),
+    [
+        ((100.0, 300.0), [], "it is asked for 300 rows a second. Larger batches"),
+        ((100.0, 300.0), [["t", 7, 0.98]], "it is asked for 300 rows a second, and in most requests for t 7 (98%)."),
+        ((200.0, 300.0), [["t", 7, 0.98]], "what it holds is asked for more than the rest. Another split_method"),
+        (None, [], "what it holds is asked for more than the rest. Another split_method"),
+    ],
+)
+def test_the_doctor_says_what_a_busy_server_is_asked_for(
+    asked_s: tuple[float, float] | None, hot: list[Any], says: str
+) -> None:
+    def view(at: float) -> View:
+        told = {}
+        for index, busy in enumerate((0.2, 0.9)):
+            rows_asked = {} if asked_s is None else {"asked_rows": asked_s[index] * at}
+            told[f"server {index}"] = {**status(uptime_seconds=at, busy_seconds=busy * at, **rows_asked), "hot": hot}
+        return seen(at, told, {})
+
+    text = " ".join(diagnose(view(10.0), view(20.0)))
+    assert "Server 1 is busy 90% of the time and the others 20% at most: " in text
+    assert says in text
 
 
 SLOW = {"waits_for": {}, "spends": {"push_seconds": 0.1, "cpu_seconds": 0.9}}

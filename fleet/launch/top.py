@@ -12,7 +12,7 @@ from fleet.errors import ConfigurationError
 from fleet.launch.parser import Parser
 from fleet.launch.sources import Source, source_of
 from fleet.telemetry.live_table import plain, rich_tables, title
-from fleet.telemetry.view import History, Row, TableRow, rows, table_rows
+from fleet.telemetry.view import History, HotId, Row, TableRow, hot_ids, rows, table_rows
 
 #: When nobody has answered for so long the job is taken to be over; a server may be started again meanwhile.
 GONE_S = 10.0
@@ -50,7 +50,7 @@ def _show(source: Source, interval_s: float, once: bool) -> None:
             clock.sleep(interval_s)
             history.add(source.look())
             before, now = history.ends
-            show(rows(before, now), table_rows(before, now))
+            show(rows(before, now), table_rows(before, now), hot_ids(now))
             if once or now.is_over:
                 break
             silent_s = 0.0 if now.is_heard else silent_s + interval_s
@@ -59,12 +59,14 @@ def _show(source: Source, interval_s: float, once: bool) -> None:
 
 
 @contextlib.contextmanager
-def _display(live: bool) -> Iterator[Callable[[list[Row], list[TableRow]], None]]:
+def _display(live: bool) -> Iterator[Callable[[list[Row], list[TableRow], list[HotId]], None]]:
     """Give a function that shows tables: over the one before on a terminal, else below it."""
     if not (live and sys.stdout.isatty() and find_spec("rich")):
-        yield lambda shown, tables: print(f"{plain(shown, tables)}\n{title(shown)}\n", flush=True)
+        yield lambda shown, tables, hot: print(f"{plain(shown, tables, hot)}\n{title(shown)}\n", flush=True)
         return
     from rich.live import Live
 
     with Live(auto_refresh=False) as drawn:
-        yield lambda shown, tables: drawn.update(rich_tables(shown, tables, *drawn.console.size), refresh=True)
+        yield lambda shown, tables, hot: drawn.update(
+            rich_tables(shown, tables, *drawn.console.size, hot), refresh=True
+        )

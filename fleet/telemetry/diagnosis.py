@@ -15,6 +15,7 @@ from statistics import median
 from fleet.telemetry.cause import LAUNCHER, Cause
 from fleet.telemetry.figures import has_parts, in_words, rate, reported
 from fleet.telemetry.view import (
+    MOST_HOT,
     SILENT_S,
     View,
     held_up,
@@ -292,13 +293,26 @@ def _busy_server(case: _Case) -> Iterator[str]:
     if busiest is None or case.busy[busiest] < _BUSY:
         return
     rest = [share for name, share in case.busy.items() if name != busiest]
-    if rest and max(rest) < case.busy[busiest] / 2:
-        yield (
-            f"{_capital(busiest)} is busy {case.busy[busiest]:.0%} of the time and the others {max(rest):.0%} at most: "
-            "what it holds is asked for more than the rest. Another split_method may spread it."
-        )
-    else:
-        yield f"{_capital(busiest)} is busy {case.busy[busiest]:.0%} of the time: more servers would share its work."
+    told = f"{_capital(busiest)} is busy {case.busy[busiest]:.0%} of the time"
+    if not rest or max(rest) >= case.busy[busiest] / 2:
+        yield f"{told}: more servers would share its work."
+        return
+    told += f" and the others {max(rest):.0%} at most"
+    asked = {name: _asked(case, name) for name in case.busy}
+    if asked[busiest] <= 2 * max(rows for name, rows in asked.items() if name != busiest):
+        yield f"{told}: what it holds is asked for more than the rest. Another split_method may spread it."
+        return
+    hot = ", ".join(map(str, case.now.servers[busiest].hot[:MOST_HOT]))
+    named = f", and in most requests for {hot}" if hot else ""
+    yield (
+        f"{told}: it is asked for {asked[busiest]:,.0f} rows a second{named}. Larger batches ask for an id once for "
+        "more examples, and a table of few ids costs less as a dense embedding (docs/embeddings.md)."
+    )
+
+
+def _asked(case: _Case, name: str) -> float:
+    """Return how many rows a second a server was asked for; 0 if that is not known."""
+    return rate("asked_rows", case.before.servers[name].figures, case.now.servers[name].figures) or 0.0
 
 
 def _thrashes(case: _Case) -> Iterator[str]:

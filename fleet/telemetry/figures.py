@@ -54,6 +54,7 @@ SERVER = {
     "updates": Figure("updates that this process has applied"),
     "requests": Figure("requests taken, heartbeats not among them"),
     "busy_seconds": Figure("time in carrying out requests, one after the other"),
+    "asked_rows": Figure("rows that it was asked for, or given gradients of"),
     "parked": Figure("requests that wait for something", counts=False),
     "followers": Figure("those who follow the model from outside the job", counts=False),
     "followers_behind": Figure("updates that the one furthest behind does not have", counts=False),

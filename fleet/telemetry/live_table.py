@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from fleet.telemetry.view import Row, TableRow, total_speed
+from fleet.telemetry.view import HotId, Row, TableRow, total_speed
 
 HEADS = ("process", "step", "steps/s", "examples/s", "loss", "stale", "queue", "sent/s", "received/s", "memory", "")
 #: The columns of a table of tables.
@@ -76,11 +76,17 @@ def _table_cells(row: TableRow) -> tuple[str, ...]:
     )
 
 
-def plain(shown: Sequence[Row], tables: Sequence[TableRow] = ()) -> str:
-    """Return the tables as text: columns side by side, numbers to the right."""
+def plain(shown: Sequence[Row], tables: Sequence[TableRow] = (), hot: Sequence[HotId] = ()) -> str:
+    """Return the tables as text: columns side by side, numbers to the right; and below which ids are hot."""
     lines = with_heads(shown)
     text = aligned(lines, (0, len(lines[0]) - 1))
-    return f"{text}\n\n{aligned(with_table_heads(tables), (0,))}" if tables else text
+    below = [aligned(with_table_heads(tables), (0,))] if tables else []
+    return "\n\n".join([text, *below, *([asked_for_most(hot)] if hot else [])])
+
+
+def asked_for_most(hot: Sequence[HotId]) -> str:
+    """Return a line that names ids of tables, each with the part of the requests that ask for it."""
+    return f"asked for most: {', '.join(map(str, hot))}"
 
 
 def aligned(lines: Sequence[tuple[str, ...]], to_the_left: Sequence[int]) -> str:
@@ -96,17 +102,23 @@ def aligned(lines: Sequence[tuple[str, ...]], to_the_left: Sequence[int]) -> str
     return "\n".join(map(laid_out, lines))
 
 
-def rich_tables(of: Sequence[Row], tables: Sequence[TableRow], width: int, height: int) -> Any:
-    """Return what rich prints of processes, and below that of tables, as far as there is room."""
+def rich_tables(
+    of: Sequence[Row], tables: Sequence[TableRow], width: int, height: int, hot: Sequence[HotId] = ()
+) -> Any:
+    """Return what rich prints of processes, and below that of tables and of hot ids, as far as there is room."""
     from rich.console import Group
     from rich.text import Text
 
     above = rich_table(of, width, height)
-    room = height - _FRAME - len(of) - 2  # a line between, and the heads
-    if not tables or room < 1:
-        return above
-    below = aligned(with_table_heads(sorted(tables, key=lambda row: row.hit_rate)[:room]), (0,))
-    return Group(above, Text(""), Text(below, no_wrap=True, overflow="ellipsis"))
+    room = height - _FRAME - len(of)
+    below: list[str] = []
+    if hot and room >= 2:  # a line between, and this one
+        below = ["", asked_for_most(hot)]
+        room -= 2
+    if tables and room >= 3:  # and the heads
+        least_hits = sorted(tables, key=lambda row: row.hit_rate)
+        below = ["", aligned(with_table_heads(least_hits[: room - 2]), (0,)), *below]
+    return Group(above, *(Text(text, no_wrap=True, overflow="ellipsis") for text in below)) if below else above
 
 
 def rich_table(of: Sequence[Row], width: int, height: int) -> Any:

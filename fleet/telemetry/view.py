@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from fleet.telemetry.figures import (
     TABLE,
@@ -32,6 +32,8 @@ LONG_WAIT_S = 1.0
 #: So small a part of the time is part of any job.
 _NOTABLE = 0.05
 _NOTABLY_LATE = 0.01
+#: So many of the ids that are asked for most are named.
+MOST_HOT = 5
 #: Heartbeats come more often than this.
 SILENT_S = 5.0
 
@@ -61,10 +63,21 @@ class WorkerView:
     waited: Mapping[int, float] = field(default_factory=dict)
 
 
+class HotId(NamedTuple):
+    """Says which part of the requests for rows of a table names this id."""
+
+    table: str
+    id: int
+    share: float
+
+    def __str__(self) -> str:
+        return f"{self.table} {self.id} ({self.share:.0%})"
+
+
 @dataclass(frozen=True)
 class ServerView:
-    """Shows one server. ``errand`` is what it does beside the training, such as a checkpoint; ``life`` says of tables
-    with rules how their rows come and go."""
+    """Shows one server. ``errand`` is what it does beside the training, such as a checkpoint; ``hot`` are the ids that
+    it is asked for most."""
 
     phase: str
     figures: Figures = field(default_factory=dict)
@@ -73,6 +86,7 @@ class ServerView:
     errand: str = ""
     #: who waits for whom now, where that changes, and since when and why
     pace: str = ""
+    hot: Sequence[HotId] = ()
 
 
 @dataclass(frozen=True)
@@ -118,6 +132,7 @@ def seen(
             status.get("mode", ""),
             status.get("errand", ""),
             status.get("pace", ""),
+            [HotId(*each) for each in status.get("hot", ())],
         )
         for index, told in enumerate(status.get("workers", ())):
             worker = _worker(told)
@@ -399,6 +414,13 @@ def _table_row(name: str, before: View, now: View) -> TableRow:
         steps.append(server.figures["updates"] - earlier.figures.get("updates", 0.0))
     figures = in_all(server.tables[name] for server in holders.values())
     return TableRow(name, figures, in_all(recent), max(steps))
+
+
+def hot_ids(now: View) -> list[HotId]:
+    """Return the ids that are asked for most, these first."""
+    return sorted((each for server in now.servers.values() for each in server.hot), key=lambda each: -each.share)[
+        :MOST_HOT
+    ]
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 from fleet.base.clock import Clock
 from fleet.errors import ProtocolError
+from fleet.ps.server.asked_ids import AskedIds
 from fleet.ps.server.pending import Outbox, Waiting
 from fleet.ps.wire.frame import Frame
 from fleet.telemetry.figures import LONGEST_NAME, MOST_FIGURES
@@ -25,6 +26,7 @@ class Statistics:
         self._requests = self._sent_bytes = self._received_bytes = 0
         self._updates = 0
         self._busy_s = 0.0
+        self.asked = AskedIds()
         #: who waited -> for whom -> seconds
         self._waited: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
         self._figures: dict[int, dict[str, float]] = {}
@@ -74,6 +76,7 @@ class Statistics:
             "updates": self._updates,
             "requests": self._requests,
             "busy_seconds": self._busy_s,
+            "asked_rows": self.asked.rows,
             "sent_bytes": self._sent_bytes,
             "received_bytes": self._received_bytes,
             **self._process.read(),

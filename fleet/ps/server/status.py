@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from fleet.base.clock import Clock
+from fleet.ps.server.asked_ids import hottest
 from fleet.ps.server.job import Job
 from fleet.ps.server.job_end import JobEnd
 from fleet.ps.server.members import Members
@@ -66,7 +67,12 @@ class Status:
                     **self._statistics.figures(),
                 },
             }
-            return about if job is None else {**about, **self._status_of(job, waiting)}
+            if job is None:
+                return about
+            about |= self._status_of(job, waiting)
+            names, kept = [table.name for table in job.plans.current.spec.tables], self._statistics.asked.kept()
+        # Without the lock, as this takes longer than all of the above.
+        return {**about, "hot": [(names[table], id, share) for table, id, share in hottest(kept)]}
 
     def _status_of(self, job: Job, waiting: Sequence[Waiting]) -> dict[str, Any]:
         """Return the job's part of the status, and how its members stand."""

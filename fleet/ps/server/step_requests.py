@@ -124,7 +124,9 @@ class StepRequests:
         if step > gate.delivered(worker):
             if not job.policy.fills_buffers and (worker, gate.delivered(worker)) in rounds.pushed:
                 raise ProtocolError(f"worker {worker} pushed before its last round was over", got=f"step {step}")
-            rounds.pushed[worker, step] = contribution_of(job, request, tensors)
+            rounds.pushed[worker, step] = contribution = contribution_of(job, request, tensors)
+            if contribution.joined is not None:
+                self._statistics.asked.note(*contribution.joined[:3])
             gate.note(worker, step, request.push.own_seconds, request.push.now)
             try:
                 effects = gate.push(worker, step, None if request.push.unplaced else request.push.token)
@@ -206,6 +208,8 @@ class StepRequests:
             raise ProtocolError("a pull's tables and ids differ in number")
         wanted = _wanted(pull, arrival.tensors)
         _check_reply(job, pull)
+        if wanted is not None:
+            self._statistics.asked.note(wanted.tables, wanted.ids, wanted.stops)
         if pull.since and not job.policy.shares_steps:
             raise ProtocolError("rows that have changed since a version were asked for where steps are not shared")
         if pull.since:
