@@ -94,6 +94,39 @@ def _run_hooks(
             )
 
 
+class SteppedOn:
+    """Knows the gradients on which some of several optimizers have stepped. In this job they step together, so hooks of
+    the others must leave these as they are."""
+
+    def __init__(self) -> None:
+        self._known: list[tuple[torch.Tensor, torch.Tensor | None, int]] = []
+
+    def add(self, params: Iterable[torch.Tensor]) -> None:
+        """Note the gradients of parameters whose optimizer has stepped."""
+        self._known += [(param, *_mark(param)) for param in params]
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse what the hooks of the next optimizer have changed of them."""
+        for param, grad, version in self._known:
+            now, at = _mark(param)
+            if now is not grad or at != version:
+                raise UnsupportedError(
+                    f"a step hook of {type(optimizer).__name__} changed gradients of an optimizer that steps before it",
+                    expected="as they were then: they are used with those of all optimizers",
+                    todo="Register the hook on the first of the optimizers, or on what fleet.distributed_optimizer() "
+                    "returned: it runs before all of them.",
+                )
+
+
+def _mark(param: torch.Tensor) -> tuple[torch.Tensor | None, int]:
+    """Return a gradient, and what changes with it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        grad = param.grad
+        if grad is None:
+            return None, 0
+        return grad, (grad._values() if grad.layout is torch.sparse_coo else grad)._version
+
+
 #: The key under which a state says that it is not in it: where it is, and after how many of this worker's steps.
 ELSEWHERE = "fleet"
 
@@ -249,6 +282,23 @@ class StateDicts:
             )
 
 
+class JoinedGroups(list[dict[str, Any]]):
+    """Holds the groups of several optimizers. Which of them an entry would come to is not known, so none can be put in
+    or taken out."""
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise UnsupportedError(
+            "the list of the param groups of several optimizers cannot be changed",
+            todo="Change the groups in it; add_param_group() adds one to the last of the optimizers.",
+        )
+
+    def __reduce__(self) -> Any:
+        return list, (list(self),)
+
+    append = extend = insert = pop = remove = clear = sort = reverse = _refuse
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
+
+
 class DistributedOptimizer(torch.optim.Optimizer):
     """Wraps one optimizer or several. ``param_groups`` are theirs, so schedulers work on either side.
 
@@ -277,7 +327,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._running = running
         # torch's own constructor sets up hooks and what schedulers look for; the groups stay where they are.
         self._constructed = False
-        super().__init__([{"params": []}], dict(self._wrapped[0].defaults))
+        super().__init__([{"params": []}], self._wrapped[-1].defaults)
+        self.defaults = self._wrapped[-1].defaults  # of the one that gets new groups
         self._constructed = True
         self._kept_at = kept_at
         self._states = StateDicts(self._wrapped, kept_at)
@@ -285,7 +336,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        return [group for optimizer in self._wrapped for group in optimizer.param_groups]
+        if len(self._wrapped) == 1:
+            return self._wrapped[0].param_groups
+        return JoinedGroups(group for optimizer in self._wrapped for group in optimizer.param_groups)
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:  # noqa: ARG002 - refused, or torch's constructor
@@ -351,8 +404,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             stepper.step_here(self._update)
             return loss
         self._states.check_place(self._wrapped)
+        earlier = SteppedOn()
         for optimizer in self._wrapped:
-            _run_hooks(optimizer, chain(_global_optimizer_pre_hooks.values(), _pre_hooks(optimizer)))
+            hooks = [*_global_optimizer_pre_hooks.values(), *_pre_hooks(optimizer)]
+            if hooks:
+                _run_hooks(optimizer, hooks)
+                earlier.check(optimizer)
+            if len(self._wrapped) > 1:
+                earlier.add(param for group in optimizer.param_groups for param in group["params"])
         cast(RemoteStepper, stepper).step()
         for optimizer in self._wrapped:
             own = optimizer._optimizer_step_post_hooks.values()

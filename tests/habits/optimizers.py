@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import utils
 from torch.optim import lr_scheduler, swa_utils
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from habits.habit import ALL, DIM, ROWS, Net, Script, Section
 
@@ -33,6 +35,12 @@ def dense_only(model: Any) -> list[torch.optim.Optimizer]:
     """The table is left out: on its rows momentum is lazy."""
     model.table.weight.requires_grad_(False)
     return [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)]
+
+
+def apart(model: Any) -> list[torch.optim.Optimizer]:
+    """Two optimizers, the table's and that of all else."""
+    dense = [p for p in model.parameters() if p is not model.table.weight]
+    return [torch.optim.SGD([model.table.weight], lr=0.1), torch.optim.SGD(dense, lr=0.1)]
 
 
 def grouped(model: Any) -> list[torch.optim.Optimizer]:
@@ -211,8 +219,58 @@ def _(s: Script) -> Any:
 
 @refused("a group taken away: `del optimizer.param_groups[1]`", "taken away", optimizers=grouped)
 def _(s: Script) -> None:
-    del s.own[0].param_groups[1]
+    del s.optimizer.param_groups[1]
     s.step()
+
+
+@refused("a group taken away by `pop`, `clear`, `remove`", "taken away", optimizers=grouped)
+def _(s: Script) -> None:
+    s.optimizer.param_groups.pop(0)
+    s.step()
+
+
+@refused("another group in the place of one: `optimizer.param_groups[1] = {…}`", "taken away", optimizers=grouped)
+def _(s: Script) -> None:
+    s.optimizer.param_groups[1] = {**s.optimizer.param_groups[1], "lr": 0.01}
+    s.step()
+
+
+@refused("the list of the groups of several optimizers changed", "cannot be changed", optimizers=apart)
+def _(s: Script) -> None:
+    s.optimizer.param_groups.append(s.optimizer.param_groups[0])
+
+
+@refused("a parameter moved to another group", "'out.bias' was moved to another", optimizers=grouped)
+def _(s: Script) -> None:
+    dense, rows = s.optimizer.param_groups
+    dense["params"] = [p for p in dense["params"] if p is not s.model.out.bias]
+    rows["params"].append(s.model.out.bias)
+    s.step()
+
+
+@refused("a parameter in its groups twice, which torch moves twice", "'out.bias' is in param groups more than once")
+def _(s: Script) -> None:
+    s.optimizer.param_groups[0]["params"].append(s.model.out.bias)
+    s.step()
+
+
+@as_in_torch("`optimizer.param_groups.append(group)`, `copy.deepcopy(optimizer.param_groups)`", optimizers=dense_only)
+def _(s: Script) -> Any:
+    extra = nn.Parameter(torch.ones(2))
+    kept = copy.deepcopy([{**group, "params": []} for group in s.optimizer.param_groups])
+    s.optimizer.param_groups.append({**s.optimizer.param_groups[0], "params": [extra], "lr": 0.5})
+    s.step()
+    s.optimizer.zero_grad()
+    (s.loss() + extra.square().sum()).backward()
+    s.optimizer.step()
+    return extra, len(s.optimizer.param_groups), [group["lr"] for group in kept]
+
+
+@as_in_torch("`optimizer.defaults[…] = …`, which the next `add_param_group` takes", optimizers=dense_only)
+def _(s: Script) -> Any:
+    s.optimizer.defaults["lr"] = 0.7
+    s.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    return [group["lr"] for group in s.optimizer.param_groups]
 
 
 @refused("`optimizer.param_groups = […]`", "param_groups cannot be replaced")
@@ -346,6 +404,72 @@ def _(s: Script) -> None:
     s.step(2)
     for handle in handles:
         handle.remove()
+
+
+@as_in_torch("a pre-hook of the wrapped optimizer that changes gradients, a post-hook that reads them", everywhere=True)
+def _(s: Script) -> list[float]:
+    seen: list[float] = []
+
+    def halve(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad.mul_(0.5)
+
+    handles = [
+        s.own[0].register_step_pre_hook(halve),
+        s.own[0].register_step_post_hook(
+            lambda *_: seen.append(utils.get_total_norm([p.grad for p in s.params]).item())
+        ),
+    ]
+    s.step(2)
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+@as_in_torch("a pre-hook of all optimizers that clips gradients", everywhere=True)
+def _(s: Script) -> None:
+    def clip(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.01)
+
+    handle = register_optimizer_step_pre_hook(clip)
+    s.step(2)
+    handle.remove()
+
+
+@as_in_torch(
+    "a hook of one of several wrapped optimizers that reads the gradients of all", optimizers=apart, everywhere=True
+)
+def _(s: Script) -> list[float]:
+    seen: list[float] = []
+    handle = s.own[-1].register_step_pre_hook(
+        lambda *_: seen.append(utils.get_total_norm([p.grad for p in s.params]).item())
+    )
+    s.step(2)
+    handle.remove()
+    return seen
+
+
+@as_in_torch(
+    "a hook of the first of several wrapped optimizers that changes the gradients of all",
+    optimizers=apart,
+    everywhere=True,
+)
+def _(s: Script) -> None:
+    handle = s.own[0].register_step_pre_hook(lambda *_: utils.clip_grad_norm_(s.params, 0.01) and None)
+    s.step(2)
+    handle.remove()
+
+
+@refused(
+    "a hook of a later one that changes the gradients of an earlier one, which has stepped in torch",
+    "changed gradients of an optimizer that steps before it",
+    optimizers=apart,
+    everywhere=True,
+)
+def _(s: Script) -> None:
+    s.own[-1].register_step_pre_hook(lambda *_: utils.clip_grad_norm_(s.params, 0.01) and None)
+    s.step()
 
 
 # ---------------------------------------------------------------- state

@@ -285,7 +285,7 @@ class DenseTraining:
             if self._check_finite:
                 self._refuse_infinite()
             self._clip()
-            with self._described.tables_aside():
+            with self._described.steps_without_tables():
                 update()
         return is_taken
 

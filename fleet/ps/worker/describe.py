@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -15,7 +16,7 @@ from fleet.errors import ArgumentTypeError, UnsupportedError
 from fleet.kernels import HINTS, REFUSED, RULES, Rule
 from fleet.nn.handle import TableHandle, handle_of
 from fleet.nn.trainables import ElementTypes, Member, groups, members, refuse_overlap
-from fleet.optimizer import has_stepped
+from fleet.optimizer import SteppedOn, has_stepped
 from fleet.plan.specs import ALL_REDUCE, DTYPES, TABLE_DTYPES, GroupSpec, JobSpec, ParamSpec, PlanSettings, TableSpec
 from fleet.ps.consistency import policy_of
 from fleet.strategy.parameter_server import Strategy
@@ -34,43 +35,82 @@ class Description:
     optimizers: tuple[torch.optim.Optimizer, ...]
 
     def has_newcomers(self) -> bool:
-        """Say whether a parameter joined an optimizer after this was made; it is an error if one left it."""
+        """Say whether a parameter joined an optimizer after this was made; it is an error if one left its group."""
         present = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        groups, known = self._known
+        groups, places, names = self._known
         if not groups <= {id(group) for group in present}:
             raise UnsupportedError(
                 "a param group was taken away from a running job",
-                todo="Leave it, with lr=0 or requires_grad=False for its parameters.",
+                todo="Leave it, with lr=0 or requires_grad=False for its parameters; change its options in place.",
             )
-        here = {id(param) for group in present for param in group["params"]}
-        if not known.keys() <= here:
-            name = next(name for thing, name in known.items() if thing not in here)
+        here = {id(param): id(group) for group in present for param in group["params"]}
+        if sum([len(group["params"]) for group in present]) > len(here):
+            twice = Counter(id(param) for group in present for param in group["params"]).most_common(1)[0][0]
             raise UnsupportedError(
-                f"{name!r} was taken out of its param group in a running job",
-                todo="Leave it there, with requires_grad_(False).",
+                f"{names.get(twice, 'a new parameter')!r} is in param groups more than once in a running job",
+                todo="Let it be in one group, once.",
             )
-        return len(here) > len(known)
+        for thing, group in places.items() if not places.items() <= here.items() else ():
+            if thing not in here:
+                raise UnsupportedError(
+                    f"{names[thing]!r} was taken out of its param group in a running job",
+                    todo="Leave it there, with requires_grad_(False).",
+                )
+            if here[thing] != group:
+                raise UnsupportedError(
+                    f"{names[thing]!r} was moved to another param group in a running job",
+                    todo="Leave it where it is, and change the options of its group; or give it a group of its own "
+                    "before the job begins.",
+                )
+        return len(here) > len(places)
 
     @cached_property
-    def _known(self) -> tuple[set[int], dict[int, str]]:
-        """Return the identities of all groups, and of all parameters with their names: every step looks at them, so
-        they are made once."""
-        params = {id(param): spec.name for param, spec in zip(self.params, self.spec.params, strict=True)}
-        tables = {id(handle.weight): handle.name for handle in self.handles}
-        return {id(group) for group in self.groups}, {**params, **tables}
+    def _known(self) -> tuple[set[int], dict[int, int], dict[int, str]]:
+        """Return the identities of all groups, those of all parameters with their groups', and their names: every step
+        looks at them, so they are made once."""
+        specs: list[ParamSpec | TableSpec] = [*self.spec.params, *self.spec.tables]
+        things = [id(thing) for thing in (*self.params, *(handle.weight for handle in self.handles))]
+        found = list(zip(things, specs, strict=True))
+        places = {thing: id(self.groups[spec.group]) for thing, spec in found}
+        return {id(group) for group in self.groups}, places, {thing: spec.name for thing, spec in found}
 
     @contextmanager
     def tables_aside(self) -> Iterator[None]:
-        """Hide gradients of rows from torch's optimizers: others step on them."""
-        weights = [handle.weight for handle in self.handles]
-        grads = [weight.grad for weight in weights]
-        for weight in weights:
-            weight.grad = None
-        try:
+        """Hide gradients of rows."""
+        with _without_gradients([handle.weight for handle in self.handles]):
             yield
-        finally:
-            for weight, grad in zip(weights, grads, strict=True):
-                weight.grad = grad
+
+    @contextmanager
+    def steps_without_tables(self) -> Iterator[None]:
+        """Hide gradients of rows from steps of torch's optimizers, as others step on them. Hooks before and after such
+        a step see them, and what they make of them holds."""
+        hidden, earlier = ExitStack(), SteppedOn()
+
+        def hide(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            earlier.check(optimizer)
+            hidden.enter_context(_without_gradients(self._weights_of(optimizer)))
+
+        def show(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            hidden.close()
+            earlier.add(self._weights_of(optimizer))
+
+        with ExitStack() as hooks:
+            hooks.callback(hidden.close)
+            for optimizer in self.optimizers:
+                last, first = optimizer.register_step_pre_hook(hide), optimizer.register_step_post_hook(show)
+                optimizer._optimizer_step_post_hooks.move_to_end(first.id, last=False)  # type: ignore[attr-defined]
+                hooks.callback(last.remove)
+                hooks.callback(first.remove)
+            yield
+
+    def _weights_of(self, optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+        """Return the weights of the tables in an optimizer's groups."""
+        groups = self.spec.groups
+        return [
+            handle.weight
+            for spec, handle in zip(self.spec.tables, self.handles, strict=True)
+            if self.optimizers[groups[spec.group].optimizer] is optimizer
+        ]
 
     def check_types(self) -> None:
         """Refuse parameters that were converted since this was made."""
@@ -127,6 +167,18 @@ class Description:
         defaults, fixed = self.optimizers[spec.optimizer].defaults, RULES[spec.rule].constructor_only
         _refuse_options(RULES[spec.rule], group)
         return {name: _plain(defaults[name] if name in fixed else group[name], name) for name in spec.options}
+
+
+@contextmanager
+def _without_gradients(weights: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+    grads = [weight.grad for weight in weights]
+    for weight in weights:
+        weight.grad = None
+    try:
+        yield
+    finally:
+        for weight, grad in zip(weights, grads, strict=True):
+            weight.grad = grad
 
 
 def _free(name: str, names: set[str]) -> str:

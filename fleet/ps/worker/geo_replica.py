@@ -150,15 +150,24 @@ class Replica:
     def missing(self, index: int, ids: Ids) -> Ids:
         return self._tables[index].missing(ids)
 
-    def train(self, update: Callable[[], None], rows: Mapping[int, Rows], fetch: Callable[[int, Ids], Array]) -> None:
-        """Take one step: ``update`` runs the user's optimizers; ``fetch`` brings rows of a table from the servers."""
-        for index, (ids, _) in rows.items():  # what was read in evaluation mode is not held yet
-            self._tables[index].hold(ids, partial(fetch, index))
-        with self._described.tables_aside():
+    def train(
+        self, update: Callable[[], None], rows: Callable[[], Mapping[int, Rows]], fetch: Callable[[int, Ids], Array]
+    ) -> None:
+        """Take one step: ``update`` runs the user's optimizers, ``rows`` returns the gradients of rows, and ``fetch``
+        brings rows of a table from the servers."""
+        self._hold(rows(), fetch)  # before anything changes, as this may fail
+        with self._described.steps_without_tables():
             update()
-        for index, (ids, grads) in rows.items():
+        left = rows()  # what hooks of these have made of them
+        self._hold(left, fetch)
+        for index, (ids, grads) in left.items():
             options = self._described.option_values(self._described.spec.tables[index].group)
             self._tables[index].train(ids, grads, options)
+
+    def _hold(self, rows: Mapping[int, Rows], fetch: Callable[[int, Ids], Array]) -> None:
+        """Have what was read in evaluation mode here too."""
+        for index, (ids, _) in rows.items():
+            self._tables[index].hold(ids, partial(fetch, index))
 
     def edit(self, index: int, ids: Ids, rows: Array, fetch: Callable[[Ids], Array]) -> None:
         self._tables[index].edit(ids, rows, fetch)
@@ -288,7 +297,7 @@ class GeoTraining:
             self._gradients.dense()
         if self._progress.repeated_steps == 0:
             self._agree(self.replica)
-        self.replica.train(update, self._gradients.rows(), self._fetch_rows)
+        self.replica.train(update, self._gradients.rows, self._fetch_rows)
         state = self._gradients.end_step()
         self._unsent += 1
         self._state = self._state if state is None else state
