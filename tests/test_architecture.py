@@ -84,6 +84,7 @@ ONLY: dict[str, dict[str, str]] = {
     "ray": {"ray.py": "adapter"},
     "numba llvmlite": {"numeric/jit.py": "compiler"},
     "threading asyncio concurrent _thread": {
+        "base/interruption.py": "what no Ctrl-C may interrupt",
         "base/turns.py": "turns",
         "checkpoint/manifest.py": "reader",
         "checkpoint/pieces.py": "writers",

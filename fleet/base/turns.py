@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Generic, TypeVar
@@ -97,53 +96,3 @@ class PerThread(threading.local, Generic[T]):
 
     def __init__(self) -> None:
         self.list: list[T] = []
-
-
-def start_uninterrupted(work: Callable[[], T], name: str) -> Future[T]:
-    """Start ``work`` where no Ctrl-C interrupts it: on a thread, as only the main thread hears of one. Its result comes
-    later."""
-    done: Future[T] = Future()
-    _begin(_once(work, done), name)
-    return done
-
-
-def run_uninterrupted(work: Callable[[], T], name: str) -> T:
-    """Return what ``work`` returns, which takes no time; a Ctrl-C is heard when it is done."""
-    done: Future[T] = Future()
-    run, has_begun = _once(work, done), False
-    interruption: KeyboardInterrupt | None = None
-    while not done.done():
-        try:
-            if not has_begun:  # interrupted here, it may have, or not
-                _begin(run, name)
-                has_begun = True
-            done.exception()
-        except KeyboardInterrupt as error:
-            interruption = error
-    if interruption is not None:
-        raise interruption
-    return done.result()
-
-
-def _once(work: Callable[[], T], done: Future[T]) -> Callable[[], None]:
-    """Return a function that does ``work`` the first time it is called, on whichever thread that is."""
-    permits = [done]
-
-    def run() -> None:
-        try:
-            permits.pop()
-        except IndexError:
-            return
-        try:
-            done.set_result(work())
-        except BaseException as error:
-            done.set_exception(error)
-
-    return run
-
-
-def _begin(run: Callable[[], None], name: str) -> None:
-    if threading.current_thread() is threading.main_thread():
-        threading.Thread(target=run, name=name).start()
-    else:
-        run()

@@ -23,7 +23,7 @@ from typing import Any, Generic, NamedTuple, ParamSpec, TypeAlias, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from fleet.base.turns import start_uninterrupted
+from fleet.base.interruption import start_uninterrupted
 
 Array = npt.NDArray[Any]
 Ids = npt.NDArray[np.int64]
@@ -83,7 +83,12 @@ class Compiled(Generic[P, R]):
         update_wrapper(self, function)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        return (self._dispatcher or _undisturbed(self.native))(*args, **kwargs)
+        try:
+            return (self._dispatcher or _undisturbed(self.native))(*args, **kwargs)
+        except SystemError as error:
+            if isinstance(error.__cause__, KeyboardInterrupt):  # it came while numba looked at the arguments
+                raise error.__cause__ from None
+            raise
 
     def native(self) -> Callable[P, R]:
         with _building:

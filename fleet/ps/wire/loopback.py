@@ -11,6 +11,7 @@ from concurrent.futures import CancelledError, Future, InvalidStateError, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
 from fleet.base.cluster import Endpoint
+from fleet.base.interruption import uninterrupted
 from fleet.errors import PortInUseError
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame, read_frame
@@ -76,7 +77,8 @@ class _Channel:
         if not self._calls.add(call):
             call.cancel()
             return BrokenCall("the channel is closed")
-        serve(listener.handler, request.pieces(), call.respond)()
+        with uninterrupted():  # the server is in another process as a rule, which goes on
+            serve(listener.handler, request.pieces(), call.respond)()
         return call
 
     def forked(self) -> _ForkedChannel:

@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from functools import partial
 
 import torch
 
-from fleet.base.turns import run_uninterrupted
+from fleet.base.interruption import uninterrupted
 from fleet.nn.handle import TableHandle
 from fleet.numeric.jit import Array
 from fleet.ps.worker.connection import Connections
@@ -75,7 +74,8 @@ class Edits:
         for handle in handles:
             if handle.may_be_edited:
                 # What is taken is the handle's no more, so nothing may come in between.
-                run_uninterrupted(partial(self._take_rows, handle), "fleet-edits")
+                with uninterrupted():
+                    self._take_rows(handle)
         if self._counts and self._geo is None:
             return bool(self._unsent_rows)
         while self._unsent_rows:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fleet.base.interruption import uninterrupted
 from fleet.checkpoint.assembly import Assembly
 from fleet.checkpoint.entries import Entry, set_state, state_entries
 from fleet.kernels import RULES
@@ -297,10 +298,11 @@ class GeoTraining:
             self._gradients.dense()
         if self._progress.repeated_steps == 0:
             self._agree(self.replica)
-        self.replica.train(update, self._gradients.rows, self._fetch_rows)
-        state = self._gradients.end_step()
-        self._unsent += 1
-        self._state = self._state if state is None else state
+        with uninterrupted():  # or dense parameters would have taken the step, and rows not, or nobody would count it
+            self.replica.train(update, self._gradients.rows, self._fetch_rows)
+            state = self._gradients.end_step()
+            self._unsent += 1
+            self._state = self._state if state is None else state
         if self._unsent >= (self._progress.repeated_steps or self._steps_per_push):
             self._agree(self.replica)
 
@@ -348,8 +350,7 @@ class GeoTraining:
             others[0].message.push.keeping.CopyFrom(frames[0].message.push.keeping)
             return self._push(replica, others, moved)
 
-        # Half an exchange with the servers would be made once more with the next.
-        return Push(steps, frames, take, trained.plan, anew, at_a_stretch=True)
+        return Push(steps, frames, take, trained.plan, anew)
 
     def _changed_rows(self, replies: Sequence[Frame]) -> Iterator[tuple[int, Array, Array]]:
         """Yield table, ids and values of the rows that others have changed."""

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from fleet.base.clock import Clock, wall_time
-from fleet.base.turns import run_uninterrupted
+from fleet.base.interruption import uninterrupted
 from fleet.errors import DeadlineError, FleetError, ServersMovedError
 from fleet.numeric import buffers
 from fleet.numeric.ids import noise, packed_ids, partition
@@ -121,15 +121,14 @@ class Change:
 @dataclass(frozen=True)
 class Push:
     """Is sent to all servers as one step of the worker. It has the number of the user's steps in it, a frame for each
-    server, and what to do with the answers: ``at_a_stretch`` where that must not be interrupted. It is for the servers
-    of a ``plan``; for others it is made anew from its ``origin``: of gradients, or by a function."""
+    server, and what to do with the answers. It is for the servers of a ``plan``; for others it is made anew from its
+    ``origin``: of gradients, or by a function."""
 
     steps: int
     frames: Sequence[Frame]
     take: Callable[[Sequence[Frame]], object]
     plan: Plan
     origin: Gradients | Callable[[], Push]
-    at_a_stretch: bool = False
 
     def copied(self) -> Push:
         """Return the same push, independent of the user's gradients from now on."""
@@ -382,9 +381,7 @@ class Pusher:
         except BaseException as error:
             self._in_doubt = push.copied() if _is_unanswered(error) else None
             raise
-        if push.at_a_stretch:
-            run_uninterrupted(lambda: self._finish(push, step, replies), "fleet-exchange")
-        else:
+        with uninterrupted():  # or half of the values would be new, or half of an exchange be made once more
             self._finish(push, step, replies)
         self._cuts.settle()
         self.reload_if_replaced()

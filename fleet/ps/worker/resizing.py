@@ -17,7 +17,7 @@ from itertools import chain
 from typing import Any
 
 from fleet.base.cluster import Endpoint
-from fleet.base.turns import run_uninterrupted
+from fleet.base.interruption import uninterrupted
 from fleet.checkpoint.manifest import COUNTS
 from fleet.errors import (
     ArgumentTypeError,
@@ -223,12 +223,10 @@ class Copy:
         told = pb.Switch(attempt=self._attempt, endpoints=map(str, self.servers))
         first = self._former[0]
 
-        def decide() -> None:
+        with uninterrupted():
             with contextlib.suppress(ServersMovedError):  # a heartbeat has heard of it, and the answer was lost
                 first.call(Frame(first.request(0, switch=told)), "the move to other servers")
             worker.go_over(move)
-
-        run_uninterrupted(decide, "fleet-move")
 
     def give_up(self) -> None:
         """Have the job stay where it is."""

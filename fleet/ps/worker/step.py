@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fleet.base.interruption import uninterrupted
 from fleet.base.settings import CommunicatorSettings
 from fleet.errors import NonFiniteGradientError, UnsupportedError
 from fleet.nn.handle import GradientRows
@@ -283,9 +284,10 @@ class RemoteTraining:
         gradients = self._gradients.take_along()
         with self._figures.push:
             communicator.put(gradients)
-        fresh = communicator.fresh()
-        if fresh is not None:
-            self._values.write(fresh)
+        with uninterrupted():  # what was fetched is given out once
+            fresh = communicator.fresh()
+            if fresh is not None:
+                self._values.write(fresh)
         self._pusher.reload_if_replaced()
 
     def _push(self, gradients: Gradients) -> None:

@@ -12,6 +12,7 @@ from itertools import accumulate
 
 import torch
 
+from fleet.base.interruption import uninterrupted
 from fleet.errors import ProtocolError, UnsupportedError
 from fleet.nn.handle import RowSource
 from fleet.numeric.bits import changed, same_bytes
@@ -160,11 +161,12 @@ class DenseValues:
 
     def write(self, replies: Sequence[Frame]) -> list[Flat]:
         """Write the servers' values into the user's parameters, in place."""
-        values = self.read(replies)
-        self._trained.writer.write(values)
-        self._written = values if self._remembers else None
-        for index, (mask, kept) in self.kept.items():
-            put_back(self._trained.description.params[index], mask, kept)
+        with uninterrupted():  # half of them would look like values that the script has set
+            values = self.read(replies)
+            self._trained.writer.write(values)
+            self._written = values if self._remembers else None
+            for index, (mask, kept) in self.kept.items():
+                put_back(self._trained.description.params[index], mask, kept)
         return values
 
     def find_changed(self) -> dict[int, Elements]:
