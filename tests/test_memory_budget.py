@@ -21,7 +21,7 @@ from inside import flush, take_fresh, tiny_tiers
 import fleet.nn
 from fleet import Fleet
 from fleet.base.unknown_variables import remarks
-from fleet.errors import ConfigurationError, TableFileError
+from fleet.errors import ConfigurationError, DeadlineError, TableFileError
 from fleet.ps.server.deferring_lock import DeferringLock
 from fleet.ps.table import row_file
 from fleet.ps.table.row_file import Reading
@@ -297,6 +297,32 @@ def test_a_durable_server_goes_on_with_another_disk(tmp_path: Path, monkeypatch:
         same(result, run_job(trains("adam"), 2, 1)[0])
     assert job.hosts[0].losses
     assert all(isinstance(each, TableFileError) for each in job.hosts[0].losses)
+
+
+@pytest.mark.parametrize("harm", ["full", "damaged"])
+def test_run_server_of_a_durable_server_raises_what_became_of_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: str
+) -> None:
+    write = os.pwrite
+
+    def damaging(file: int, data: memoryview, start: int) -> int:
+        return write(file, bytes(len(data)), start)
+
+    def harming(_made: Fleet, _index: int, step: int) -> None:
+        if step == 1 and harm == "full":
+            failing(monkeypatch, errno.ENOSPC)
+        elif step == 1:
+            monkeypatch.setattr(row_file.os, "pwrite", damaging)
+
+    environ = {**budget(tmp_path / "rows", SOON), "FLEET_DURABLE_DIR": str(tmp_path / "durable")}
+    job = Job(trains("adam", steps=60, at=harming), 1, 1, environ=environ)
+    job.join(job.start())
+    error = job.errors["server 0"]
+    assert isinstance(error, TableFileError)
+    assert str(tmp_path / "rows") in str(error)
+    assert ("Make room" in str(error)) == (harm == "full")
+    assert isinstance(job.errors["worker 0"], DeadlineError), "it waits for the server to be started again"
+    assert [*(tmp_path / "durable").iterdir()], "what it goes on from then"
 
 
 @pytest.mark.parametrize("what", ["save", "load"])

@@ -62,8 +62,8 @@ class JobEnd:
         self.failure, self.over, self._over_at = failure, True, self._clock.now()
 
     def suspend(self, cause: FleetError | None = None) -> None:
-        """Stop the process, but not the job."""
-        self.suspended, self.suspended_by = True, cause
+        """Stop the process, but not the job. The first cause stands: a process that cannot go on is stopped as well."""
+        self.suspended, self.suspended_by = True, self.suspended_by or cause
         self.ended.set()
 
     def end_if_rows_are_lost(self, job: Job | None, outbox: Outbox) -> None:
