@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 from fleet.base.clock import Clock
 from fleet.base.settings import ProcessSettings
-from fleet.errors import FleetError, JobAbortedError
+from fleet.errors import FleetError
 from fleet.ps.server.job import Job
 from fleet.ps.server.members import Members
 from fleet.ps.server.pending import Outbox, nobody
@@ -91,12 +91,6 @@ class JobEnd:
             waiting = job.abandon()
             self.inform(each.worker for each in waiting if each.respond is not nobody)
             outbox += [(each.respond, error_reply(error)) for each in waiting]
-
-    def cannot_keep(self, error: OSError, job: Job | None, outbox: Outbox) -> FleetError:
-        """End the job: what cannot be kept on the disk must not be acknowledged either."""
-        failure = JobAbortedError(f"server {self._where} cannot keep what it does", got=str(error))
-        self.fail(failure, job, outbox)
-        return failure
 
     # ---------------------------------------------------------------- who has heard of it
 

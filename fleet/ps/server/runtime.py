@@ -116,8 +116,10 @@ class ServerRuntime:
         self._close()
 
     def _close(self) -> None:
-        self._service.close()
-        self._stores.close()
+        try:
+            self._service.close()
+        finally:
+            self._stores.close()
 
     def run(self) -> None:
         """Serve until every worker has left; raise what ended the job, if it did not end well."""

@@ -330,12 +330,11 @@ class Service:
         job = self.job
         return job is not None and self.end.failure is None and job.feed.holds_up_the_end(self._clock.now())
 
-    def _cannot_sync(self, error: OSError) -> FleetError:
+    def _cannot_sync(self, failure: FleetError) -> None:
         outbox: Outbox = []
         with self._lock:
-            failure = self.end.cannot_keep(error, self.job, outbox)
+            self.end.fail(failure, self.job, outbox)
         self._send(outbox, secure=False)
-        return failure
 
     # ---------------------------------------------------------------- from outside
 

@@ -16,7 +16,6 @@ Not thread-safe, but for ``Reading.run``: the caller holds the server's lock.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 from collections import deque
 from collections.abc import Sequence
@@ -29,6 +28,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from fleet.base.system_errors import is_full, reason
 from fleet.errors import CheckpointError, TableFileError
 from fleet.numeric.ids import GAMMA
 from fleet.numeric.jit import Ids, Rows, Segments, announce_read, compiled, read_cached, read_file, row
@@ -496,16 +496,15 @@ def _write(file: int, start: int, data: memoryview, path: Path, losses: Losses) 
 
 
 def _failed(what: str, path: Path, error: OSError, need: int = 0) -> TableFileError:
-    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     more = f"{need} more bytes" if need else None
     return TableFileError(
         f"cannot {what} the rows that memory has no room for",
         where=str(path),
         expected=more,
-        got=f"{error.strerror} ({errno.errorcode.get(error.errno or 0, error.errno)})",
+        got=reason(error),
         todo="Make room on that disk, name another one (FLEET_TABLE_DIR), or give tables more memory "
         "(FLEET_TABLE_MEMORY_MB)."
-        if is_full
+        if is_full(error)
         else "Look at the disk under FLEET_TABLE_DIR.",
     )
 

@@ -23,7 +23,8 @@ from typing import Any
 
 from fleet.base.clock import Clock
 from fleet.base.settings import ProcessSettings
-from fleet.errors import ConfigurationError, FleetError, ServerLostError
+from fleet.base.system_errors import is_full, reason
+from fleet.errors import ConfigurationError, FleetError, JobAbortedError, ServerLostError
 from fleet.plan.plan import PROTOCOL
 from fleet.plan.specs import JobSpec
 from fleet.ps.consistency.gate import Effect
@@ -87,7 +88,7 @@ class Durability:
         clock: Clock,
         settings: ProcessSettings,
         where: str,
-        cannot_sync: Callable[[OSError], FleetError],
+        cannot_sync: Callable[[FleetError], None],
     ) -> None:
         """``lock`` is the server's, under which every method is called that says nothing else; ``cannot_sync`` ends the
         job on a thread that does not hold it."""
@@ -159,7 +160,7 @@ class Durability:
         try:
             self._directory.empty()
         except OSError as error:
-            raise self._end.cannot_keep(error, None, []) from None
+            raise self._end_as(self._cannot_keep(error, "an empty journal"), None, []) from None
 
     def note_origin(self, origin: Origin, outbox: Outbox) -> None:
         """Write into the journal, before the first hello, what the job begins with."""
@@ -176,10 +177,12 @@ class Durability:
     def _record(self, kind: Kind, buffers: Callable[[], list[Any]], job: Job | None, outbox: Outbox) -> None:
         if self.replaying:
             return
+        record = buffers()
         try:
-            self._directory.record(kind, buffers())
+            self._directory.record(kind, record)
         except OSError as error:
-            raise self._end.cannot_keep(error, job, outbox) from None
+            wanted = f"{sum(map(len, record))} more bytes of its journal"
+            raise self._end_as(self._cannot_keep(error, wanted), job, outbox) from None
 
     def secure(self, *, surely: bool) -> FleetError | None:
         """Put on the disk what has to be there before anybody hears of it, as FLEET_DURABLE_SYNC says, or ``surely``
@@ -194,8 +197,25 @@ class Durability:
         try:
             sync()
         except OSError as error:
-            return self._cannot_sync(error)
+            failure = self._cannot_keep(error, "its journal on the disk")
+            self._cannot_sync(failure)
+            return failure
         return None
+
+    def _cannot_keep(self, error: OSError, wanted: str) -> FleetError:
+        """Return why the job ends: what cannot be kept on the disk must not be acknowledged either."""
+        return JobAbortedError(
+            f"server {self._where} cannot keep what it does",
+            where=str(self.directory),
+            expected=wanted,
+            got=reason(error),
+            todo=f"{'Make room on' if is_full(error) else 'Look at'} that disk, or name another one "
+            "(FLEET_DURABLE_DIR). Then start the job again, from its last checkpoint if there is one.",
+        )
+
+    def _end_as(self, failure: FleetError, job: Job | None, outbox: Outbox) -> FleetError:
+        self._end.fail(failure, job, outbox)
+        return failure
 
     # ---------------------------------------------------------------- what a machine that stopped has lost
 
@@ -273,8 +293,7 @@ class Durability:
             todo="Start the whole job again, from its last checkpoint if there is one. With FLEET_DURABLE_SYNC=always "
             "nothing is lost when a machine stops.",
         )
-        self._end.fail(failure, job, outbox)
-        return failure
+        return self._end_as(failure, job, outbox)
 
     @property
     def _policy(self) -> str:
@@ -296,7 +315,7 @@ class Durability:
             shot = self._begin(job, behind=False)
             self._write(shot, contextlib.nullcontext(), behind=False)
         except OSError as error:
-            raise self._end.cannot_keep(error, job, outbox) from None
+            raise self._end_as(self._cannot_keep(error, "a snapshot"), job, outbox) from None
 
     def _forget_finished(self, job: Job) -> None:
         self._unfinished = {key: frame for key, frame in self._unfinished.items() if is_unfinished(job, *key)}
@@ -326,7 +345,8 @@ class Durability:
         except _GivenUpError:
             pass
         except Exception as error:
-            _log.warning("%s: no snapshot could be taken, and the journal grows: %r", self._where, error)
+            told = (self._where, self.directory, error)
+            _log.warning("%s: no snapshot could be taken in %s, and the journal grows: %r", *told)
 
     def _begin(self, job: Job, *, behind: bool) -> Shot:
         """Begin a snapshot of a job whose parameters are all there, as they are now."""
