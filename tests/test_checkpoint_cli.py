@@ -121,6 +121,74 @@ def test_ls_norms_are_those_of_what_was_trained(run: Run, saved: Path) -> None:
     assert told["tables"][0]["norm"] == pytest.approx(float(expected["open"].double().norm()))
 
 
+@pytest.fixture(scope="module")
+def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``full`` with the rows 1 to 4 and counts of ids without a row; since then 1 and 2 have left, 3 has left and come
+    again, and 5 has come and left: in ``delta``, and in ``whole``."""
+    root = tmp_path_factory.mktemp("left")
+
+    def body(job: Fleet, worker: int) -> None:
+        rules = {"admit": fleet.nn.CountFilter(2), "evict": fleet.nn.Unused(steps=1)}
+        model = torch.nn.ModuleDict({"some": fleet.nn.Embedding(None, 4, **rules), "all": fleet.nn.Embedding(None, 4)})
+        optimizer = job.distributed_optimizer(torch.optim.Adagrad(model.parameters(), lr=0.1), model=model)
+        job.init_worker()
+
+        def trained(*ids: int) -> None:
+            for _ in range(2):
+                optimizer.minimize(sum(each(torch.tensor(ids)).square().sum() for each in model.values()))
+            job.shrink()
+
+        trained(1, 2, 3, 4)
+        optimizer.minimize(model["some"](torch.tensor([1, 2, 3, 4, 9])).square().sum())
+        job.save_persistables(root / "full")
+        trained(4, 5)
+        trained(3, 4)
+        optimizer.minimize(model["some"](torch.tensor([3, 4, 8])).square().sum())
+        job.save_persistables(root / "delta", mode="delta")
+        job.save_persistables(root / "whole")
+
+    run_job(body, 1, 2)
+    return root
+
+
+def test_ls_of_a_delta_from_which_rows_have_left(run: Run, left: Path) -> None:
+    tables = {
+        name: {table["name"]: table for table in listed(run, left / name)["tables"]}
+        for name in ("full", "delta", "whole")
+    }
+    told = {name: tables[name]["some.weight"] for name in tables}
+    assert {name: (table["rows"], table["removed"]) for name, table in told.items()} == {
+        "full": (4, 0),
+        "delta": (2, 2),
+        "whole": (2, 0),
+    }
+    assert told["delta"]["norm"] == pytest.approx(told["whole"]["norm"], rel=1e-12)
+    assert tables["delta"]["all.weight"]["removed"] == 0
+    lines = run("ls", left / "delta")[1].splitlines()
+    (header,) = [line.split() for line in lines if line.startswith("table ")]
+    (line,) = [line.split() for line in lines if line.startswith("some.weight ")]
+    assert (header[:4], line[:4]) == (["table", "rows", "removed", "dim"], ["some.weight", "2", "2", "4"])
+    assert "removed" not in run("ls", left / "whole")[1]
+
+
+def test_other_commands_with_a_delta_from_which_rows_have_left(run: Run, left: Path, tmp_path: Path) -> None:
+    assert run("verify", left / "delta")[0] == 0
+    code, out, _ = run("diff", left / "delta", left / "whole")
+    assert (code, "the same, bit by bit" in out) == (0, True), out
+    code, out, _ = run("diff", left / "full", left / "delta")
+    assert (code, "0 rows added, 2 removed, 1 changed" in out) == (1, True), "3 has begun anew, and done the same"
+    for name in ("delta", "whole"):
+        assert run("export", left / name, tmp_path / f"{name}.safetensors", "--state")[0] == 0
+        assert run("export", left / name, tmp_path / f"{name}.dcp", "--format", "dcp", "--state")[0] == 0
+    delta, whole = (safetensors.torch.load_file(tmp_path / f"{name}.safetensors") for name in ("delta", "whole"))
+    assert delta["some.ids"].tolist() == [3, 4]
+    assert delta.keys() == whole.keys()
+    assert all(torch.equal(delta[key], whole[key]) for key in whole)
+    parquet = pytest.importorskip("pyarrow.parquet")
+    assert run("export", left / "delta", tmp_path / "some.parquet", "--table", "some.weight")[0] == 0
+    assert parquet.read_table(tmp_path / "some.parquet")["id"].to_pylist() == [3, 4]
+
+
 def test_ls_is_for_people_too(run: Run, saved: Path) -> None:
     code, out, _ = run("ls", saved / "delta")
     lines = out.splitlines()

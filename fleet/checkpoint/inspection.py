@@ -136,9 +136,13 @@ class Rows:
         order = np.argsort(every, kind="stable")
         every = every[order]
         is_last = np.append(every[1:] != every[:-1], True)[: len(every)]
-        is_last &= ~np.concatenate(gone)[order]
+        is_gone = np.concatenate(gone)[order]
+        was_saved = every[~is_gone]
+        is_last &= ~is_gone
         #: distinct and sorted
         self.ids = every[is_last]
+        #: how many rows were saved that are gone since
+        self.removed = int(np.count_nonzero(was_saved[1:] != was_saved[:-1])) + bool(len(was_saved)) - len(self.ids)
         #: for each row as it was saved, one after the other, where its id stands in ``ids``; -1 if it came again
         self._ranks = np.full(len(every), -1)
         self._ranks[order[is_last]] = np.arange(len(self.ids))
@@ -147,9 +151,11 @@ class Rows:
         """Yield some rows at a time: where their ids stand in ``ids``, and their columns. Each row comes once; a column
         that it was saved without is zero."""
         start = 0
-        for _, ids, columns in self._pieces():
+        for about, ids, columns in self._pieces():
             ranks = self._ranks[start : start + len(ids)]
             start += len(ids)
+            if REMOVED in about:
+                continue
             current = ranks >= 0
             yield ranks[current], {name: values[current] for name, values in columns.items()}
 

@@ -60,6 +60,8 @@ class _Parameter:
 class _Table:
     name: str
     rows: int
+    #: of those that were saved, how many are gone
+    removed: int
     dim: int
     dtype: str
     ids: str
@@ -138,7 +140,9 @@ def _list_one(checkpoint: Checkpoint, as_json: bool) -> None:
         _print_aligned([_PARAMETER_HEADER, *map(_parameter_line, dense)])
     if tables:
         print()
-        _print_aligned([_TABLE_HEADER, *map(_table_line, tables)])
+        lines = [_TABLE_HEADER, *map(_table_line, tables)]
+        has_removed = any(each.removed for each in tables)
+        _print_aligned([line if has_removed else (*line[:2], *line[3:]) for line in lines])
     if beside:
         print()
         _print_aligned([("buffer", "shape"), *((name, _shape(shape)) for name, shape in beside.items())])
@@ -157,13 +161,16 @@ def _parameter_line(told: _Parameter) -> tuple[object, ...]:
     return told.name, _shape(told.shape), told.dtype, _number(told.norm), told.optimizer, _listed(told.state)
 
 
-_TABLE_HEADER = ("table", "rows", "dim", "type", "size", "norm", "ids", "initializer", "mean", "optimizer", "state")
+_ABOUT_TABLE = ("dim", "type", "size", "norm", "ids", "initializer", "mean", "optimizer", "state")
+#: ``removed`` is shown where rows are
+_TABLE_HEADER = ("table", "rows", "removed", *_ABOUT_TABLE)
 
 
 def _table_line(told: _Table) -> tuple[object, ...]:
     size, length, state = _size(told.bytes), _number(told.norm), _listed(told.state)
     start = (told.initializer, f"{told.mean:g}")
-    return told.name, told.rows, told.dim, told.dtype, size, length, told.ids, *start, told.optimizer, state
+    rows = told.rows, told.removed
+    return told.name, *rows, told.dim, told.dtype, size, length, told.ids, *start, told.optimizer, state
 
 
 def _summary(checkpoint: Checkpoint) -> _Summary:
@@ -220,6 +227,7 @@ def _tables(checkpoint: Checkpoint) -> Iterator[_Table]:
         yield _Table(
             name=spec.name,
             rows=len(rows.ids),
+            removed=rows.removed,
             dim=spec.dim,
             dtype=spec.dtype,
             ids="any" if spec.num_embeddings is None else f"< {spec.num_embeddings}",
