@@ -26,7 +26,7 @@ from fleet.ps.table.frozen_view import FrozenView
 from fleet.ps.table.living_table import LivingTable
 from fleet.ps.table.memory_store import MemoryStore
 from fleet.ps.table.shard import FIRST, Contribution, Piece, Shard
-from fleet.ps.table.sketch import Sketch, cells_of
+from fleet.ps.table.sketch import Sketch, cells_of, unit_of
 from fleet.ps.worker.row_cuts import Span, search
 
 SPEC = TableSpec("user", 2, "float32", 0, None, Initializer.parse("constant(0.5)"))
@@ -418,7 +418,7 @@ def test_exact_counts_take_at_most_twenty_bytes_an_id_at_any_moment() -> None:
 @pytest.mark.parametrize("most", [3, 10, 100, 1000, 100_000])
 def test_a_sketch_is_never_late_and_seldom_early(most: int) -> None:
     random = np.random.default_rng(most)
-    sketch, times = Sketch(1 << 18, most, np.uint64(5), is_float=False), np.zeros(25_000, np.int64)
+    sketch, times = Sketch(1 << 18, most, np.uint64(5)), np.zeros(25_000, np.int64)
     early = 0
     for _ in range(6):
         some = random.permutation(25_000)[:15_000]
@@ -429,9 +429,85 @@ def test_a_sketch_is_never_late_and_seldom_early(most: int) -> None:
     assert early < 6 * 15_000 * (0.001 if most <= 10 else 0.3)
 
 
+@pytest.mark.parametrize(
+    ("most", "weight", "before"),
+    [
+        (5, 0.1, 0),
+        (10, 0.7, 0),
+        (3, 0.3, 0),
+        (2.1, 0.7, 0),
+        (200, 0.1, 0),
+        (40_000, 0.001, 39_999.0),
+        (1e-200, 1e-203, 0),
+    ],
+)
+def test_a_sum_of_weights_in_a_sketch_is_never_late_and_hardly_early(most: float, weight: float, before: float) -> None:
+    sketch, exact = Sketch(1 << 12, most, np.uint64(5), unit_of(most)), ExactCounts(np.float64)
+    one = some_ids(7)
+    reached: dict[str, int] = {}
+    for step, amount in enumerate([before, *[weight] * 3000]):
+        for name, counts in (("exact", exact), ("sketch", sketch)):
+            if counts.add(one, np.array([amount]))[0] >= most:
+                reached.setdefault(name, step)
+    assert 0.97 * reached["exact"] - 1 <= reached["sketch"] <= reached["exact"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    most=st.one_of(st.floats(1e-6, 1e6), st.sampled_from([1.0, 2.5, 2.0**53, 5e-324])),
+    pushes=st.lists(st.lists(st.tuples(st.integers(0, 40), st.floats(0, 1)), max_size=20), max_size=20),
+    nbytes=st.sampled_from([64, 4096]),
+)
+def test_no_sum_of_weights_is_late_in_a_sketch(most: float, pushes: list[list[tuple[int, float]]], nbytes: int) -> None:
+    sketch, exact = Sketch(nbytes, most, np.uint64(5), unit_of(most)), ExactCounts(np.float64)
+    for push in pushes:
+        parts = dict(push)
+        ids, weights = some_ids(*parts), np.array([share * most / 3 for share in parts.values()])
+        assert (sketch.add(ids, weights) >= np.minimum(exact.add(ids, weights), most)).all()
+
+
+def test_sums_in_a_sketch_go_into_one_up_to_another_number() -> None:
+    ids, key = np.arange(300), np.uint64(3)
+    weights = ids % 7 / 3
+    sketch = Sketch(1 << 14, 2.0, key, unit_of(2.0))
+    sketch.add(ids, weights)
+    view = sketch.view(frozen=True)
+    arrays, _ = view.export(0, 1 << 20)
+    for most in (0.3, 1.1, 2.0, 500.0, 1e12):
+        into = Sketch(1 << 13, most, key, unit_of(most))
+        into.load(cells_of(arrays["cells"], view.bits), view.bits, 0, view.blocks, view.unit)
+        got = into.add(ids, np.zeros(300))
+        assert (got >= np.minimum(np.minimum(weights, 2.0), most)).all()
+        assert np.count_nonzero(got > weights + 1e-8 * most) < 30, "as others have the same cells, or a unit is large"
+
+
+def test_ids_that_wait_in_a_sketch_are_counted_once_and_not_when_they_have_come_and_left() -> None:
+    table = table_of(CountFilter(2, sketch_mb=0.1), [Unused(1)])
+    for _ in range(3):
+        for ids in ((1, 2), (1, 2), (3,)):  # 1 and 2 get their rows, or get them back, and leave as 3 is looked up
+            train(table, [dict.fromkeys(ids, (0.5, 1.0))], 0.0)
+        table.evict(0.0)
+        train(table, [dict.fromkeys((10 * table.step,), (0.5, 1.0))], 0.0)
+    assert sorted(exported(table)) == [3]
+    assert table.life.pending == 3
+
+
+@pytest.mark.parametrize(("sketch_mb", "again"), [(None, [0.5, 0.5]), (0.1, [0.0, 0.0])])
+def test_an_id_whose_row_has_left_begins_anew_and_in_a_sketch_with_its_count(
+    sketch_mb: float | None, again: list[float]
+) -> None:
+    table = table_of(CountFilter(3, sketch_mb=sketch_mb), [Unused(1)])
+    for id in (7, 7, 7, 7, 1):
+        train(table, [{id: (0.5, 1.0)}], 0.0)
+    assert exported(table) == {7: [-0.5, -0.5]}
+    table.evict(0.0)
+    train(table, [{7: (0.5, 1.0)}], 0.0)
+    assert table.read(some_ids(7), training=True).tolist() == [again]
+
+
 def test_a_sketch_keeps_less_than_one_and_a_half_bytes_an_id() -> None:
     """Half a million ids, each seen once, of which next to none is taken for one seen three times."""
-    sketch = Sketch(700_000, 3, np.uint64(9), is_float=False)
+    sketch = Sketch(700_000, 3, np.uint64(9))
     early = sum(
         int((sketch.add(np.arange(start, start + 100_000) * 31, np.ones(100_000)) >= 3).sum())
         for start in range(0, 500_000, 100_000)
@@ -445,17 +521,17 @@ def test_a_sketch_keeps_less_than_one_and_a_half_bytes_an_id() -> None:
 def test_counts_of_several_sketches_go_into_another_of_any_size(nbytes: int, most: int) -> None:
     ids, key = np.arange(3000), np.uint64(3)
     times = ids % 3 + 1
-    into = Sketch(nbytes, most, key, is_float=False)
+    into = Sketch(nbytes, most, key)
     for server in range(2):
         mine = owner(ids, 2) == server
-        sketch = Sketch(1 << 14, 7, key, is_float=False)
+        sketch = Sketch(1 << 14, 7, key)
         sketch.add(ids[mine], times[mine].astype(np.float64))
         view, place = sketch.view(frozen=True), 0
         following: int | None = 0
         while following is not None:
             place = following
             arrays, following = view.export(place, 200)
-            into.load(cells_of(arrays["cells"], view.bits, is_float=False), view.bits, place, view.blocks)
+            into.load(cells_of(arrays["cells"], view.bits), view.bits, place, view.blocks)
     assert (into.add(ids, np.zeros(3000)) >= np.minimum(times, most)).all()
 
 

@@ -22,6 +22,7 @@ Rules = tuple[Admission | None, tuple[Eviction, ...]]
 RULED: dict[str, Rules] = {
     "counted": (CountFilter(2), (Unused(3),)),
     "sketched": (CountFilter(3, sketch_mb=0.01), (Unused(4), SmallNorm(1.0))),
+    "sketched by weight": (CountFilter(2.5, of="weight", sketch_mb=0.01), (Unused(4), SmallNorm(1.0))),
     "by chance": (Probability(0.5), (Unused(2),)),
 }
 #: Servers agree on this among workers, so it takes one here.

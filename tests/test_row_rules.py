@@ -74,6 +74,33 @@ def test_what_contradicts_itself_is_refused_by_name(rules: dict[str, Any], error
         EmbeddingBag(None, 4, **rules)
 
 
+def test_a_count_beyond_what_a_sketch_reaches_is_refused() -> None:
+    for admit in (
+        CountFilter(2**32 - 1, sketch_mb=1),
+        CountFilter(2**32),
+        CountFilter(2**32, of="weight", sketch_mb=1),
+    ):
+        assert Embedding(None, 4, admit=admit).admit == admit
+    with pytest.raises(ConfigurationError, match=r"unusable n.*at most 4294967295.*a sketch.*got 4294967296"):
+        CountFilter(2**32, sketch_mb=1)
+
+
+@pytest.mark.parametrize("sketch_mb", [None, 0.01])
+def test_weights_let_an_id_in_however_they_are_counted(sketch_mb: float | None) -> None:
+    def body(fleet_: Fleet, _: int) -> list[tuple[int, int]]:
+        module = Embedding(None, 2, admit=CountFilter(2.5, of="weight", sketch_mb=sketch_mb))
+        wrapped = fleet_.distributed_optimizer(torch.optim.SGD(module.parameters(), lr=1.0), model=module)
+        fleet_.init_worker()
+        seen = []
+        for weight in (1.0, 0.0, 1.0, 0.25, 0.25, 1.0):
+            wrapped.minimize(module(torch.tensor([7, 8]), weights=torch.tensor([weight, 0.1])).sum())
+            table = fleet_.summary()["tables"]["weight"]
+            seen.append((table["rows"], table["pending"]))
+        return seen
+
+    assert run_job(body) == [[(0, 2), (0, 2), (0, 2), (0, 2), (1, 1), (1, 1)]]
+
+
 def test_a_group_takes_the_rules_of_each_table() -> None:
     group = EmbeddingGroup({"user": (None, 4, {"admit": CountFilter(2)}), "item": (9, 2, {}), "shop": (None, 3)})
     assert [module.admit for module in group.values()] == [CountFilter(2), None, None]

@@ -17,8 +17,8 @@ from fleet.errors import ArgumentTypeError, ConfigurationError
 #: What a row's columns are called that rules go by, up to the dot: no optimizer's state has one in its name.
 PREFIX = "life."
 
-#: Counts beyond this are a mistake.
-_MOST = 1 << 53
+#: Counts beyond this are a mistake, and in a sketch, where a count has 32 bits, beyond the other.
+_MOST, _MOST_IN_A_SKETCH = 1 << 53, (1 << 32) - 1
 
 
 class _Rule:
@@ -38,7 +38,8 @@ class CountFilter(_Rule):
     """Lets an id have a row once it was in ``n`` look-ups of training, counted once for a worker and step.
 
     ``of="weight"`` adds up the weights that came with the look-ups instead. ``sketch_mb`` counts in so many MiB on each
-    server, however many ids come; then an id may be let in early, and never late.
+    server, however many ids come; then an id may be let in early, and never late, and one whose row has left is let in
+    again at once, as its count stays.
 
     Examples:
         >>> users = fleet.nn.Embedding(None, 8, admit=fleet.nn.CountFilter(3))
@@ -61,6 +62,8 @@ class CountFilter(_Rule):
             _check_positive(self, "n", self.n)
         if self.sketch_mb is not None:
             _check_positive(self, "sketch_mb", self.sketch_mb)
+            if self.of == "count" and self.n > _MOST_IN_A_SKETCH:
+                raise _unusable(self, "n", f"at most {_MOST_IN_A_SKETCH}, which is as far as a sketch counts", self.n)
 
 
 @dataclass(frozen=True, repr=False)

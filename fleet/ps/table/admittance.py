@@ -13,7 +13,7 @@ from fleet.numeric.jit import Array, Ids, compiled
 from fleet.plan.life import CountFilter, Probability
 from fleet.plan.specs import TableSpec
 from fleet.ps.table.exact_counts import ExactCounts, ExactView
-from fleet.ps.table.sketch import Sketch, SketchView, cells_of
+from fleet.ps.table.sketch import Sketch, SketchView, cells_of, unit_of
 
 #: Beyond this a count takes eight bytes.
 _MOST_IN_FOUR_BYTES = 1 << 31
@@ -100,7 +100,8 @@ class ByCount:
         self._counts: ExactCounts | Sketch
         if rule.sketch_mb is not None:
             key = np.uint64(mix(_seeded(seed) ^ table_key(spec.name)))
-            self._counts = Sketch(int(rule.sketch_mb * (1 << 20)), self._n, key, is_float=self._by_weight)
+            unit = unit_of(self._n) if self._by_weight else 1.0
+            self._counts = Sketch(int(rule.sketch_mb * (1 << 20)), self._n, key, unit)
         elif self._by_weight:
             self._counts = ExactCounts(np.float64)
         else:
@@ -118,11 +119,11 @@ class ByCount:
         totals = self._counts.add(ids, weights if self._by_weight else counts)
         out: npt.NDArray[np.bool_] = totals >= self._n
         if out.any():
-            self._counts.remove(ids[out])
+            self.forget(ids[out])
         return (out, counts, totals) if self._by_weight else (out, totals.astype(np.int64), weights)
 
     def forget(self, ids: Ids) -> None:
-        if isinstance(self._counts, ExactCounts) and len(self._counts):
+        if isinstance(self._counts, ExactCounts) and len(self._counts):  # in a sketch others stand in the same cells
             self._counts.remove(ids)
 
     def view(self, *, frozen: bool) -> CountsView:
@@ -130,7 +131,8 @@ class ByCount:
 
     def about(self, view: CountsView) -> dict[str, Any]:
         if isinstance(view, SketchView):
-            return {"of": self._of, "bits": view.bits, "blocks": view.blocks, "counted": view.counted}
+            about = {"bits": view.bits, "blocks": view.blocks, "unit": view.unit, "counted": view.counted}
+            return {"of": self._of, **about}
         return {"of": self._of}
 
     def load(self, about: Mapping[str, Any], arrays: Mapping[str, Array]) -> bool:
@@ -140,8 +142,9 @@ class ByCount:
             some = arrays["counts"] > 0
             self._counts.add(arrays["ids"][some], arrays["counts"][some])
         elif isinstance(self._counts, Sketch):
-            cells = cells_of(arrays["cells"], int(about["bits"]), is_float=self._by_weight)
-            self._counts.load(cells, int(about["bits"]), int(about["start"]), int(about["blocks"]))
+            bits, unit = int(about["bits"]), float(about.get("unit", 1.0))  # look-ups had none in earlier versions
+            cells = cells_of(arrays["cells"], bits)
+            self._counts.load(cells, bits, int(about["start"]), int(about["blocks"]), unit)
             if int(about["start"]) == 0:
                 self._counts.count_on(int(about["counted"]))
         else:

@@ -3,6 +3,10 @@
 An id has a few cells, all in one block of a cache line, and its count is the smallest of them. Only cells that are
 smaller than the new count are raised to it. So a count may be too large, as other ids share cells, and never too small.
 
+Cells hold whole numbers. A sum of weights is a number of units, each a small part of what is to be reached, and every
+weight is rounded up to some of them. The unit is a power of two, so that nothing else is rounded, and a sum is never
+less than one that floats would have come to.
+
 Where an id's cells are depends on a hash in such a way that blocks, and cells in a block, of another number cover
 ranges of these. So the counts of one filter go into another of any size, or those of several into one: by the greatest.
 """
@@ -18,7 +22,7 @@ from fleet.numeric.ids import GAMMA, mix, packed, packed_ids
 from fleet.numeric.jit import Array, Ids, compiled, prefetch
 
 _LINE = 64
-#: How many bits a cell may have; the last for the largest numbers, and for sums of weights.
+#: How many bits a cell may have.
 _BITS = (2, 4, 8, 16, 32)
 #: Cells of an id.
 _CELLS = 4
@@ -26,21 +30,28 @@ _CELLS = 4
 _BLOCK_SHIFT = np.uint64(32)
 _CELL_BITS, _CELL_MASK = np.uint64(16), np.uint64(0xFFFF)
 _APART = 8
+#: A sum of weights that is reached has this many bits at least, in units; and the least exponent of a unit.
+_BITS_OF_A_SUM, _LEAST_EXPONENT = 30, -900
+
+
+def unit_of(most: float) -> float:
+    """Return what sums of weights up to ``most`` are counted in."""
+    return math.ldexp(1.0, max(math.frexp(most)[1] - _BITS_OF_A_SUM - 1, _LEAST_EXPONENT))
 
 
 class Sketch:
-    """Counts by id, up to ``most``: whole numbers in as few bits as these need, or sums of weights (``is_float``)."""
+    """Counts by id, up to ``most``, in as few bits as that needs: look-ups, or weights in a ``unit``."""
 
-    def __init__(self, nbytes: int, most: float, key: np.uint64, *, is_float: bool) -> None:
+    def __init__(self, nbytes: int, most: float, key: np.uint64, unit: float = 1.0) -> None:
         """``key`` chooses the hash."""
-        self._is_float = is_float
+        self.unit = unit
         self._key = key
+        self._most = math.ceil(most / unit)
         #: how many bits a cell has
-        self.bits = _BITS[-1] if is_float else next((bits for bits in _BITS if most < 1 << bits), _BITS[-1])
+        self.bits = next(bits for bits in _BITS if self._most < 1 << bits)
         self.blocks = max(1, nbytes // _LINE)
-        self._most = float(most) if is_float else float(min(math.ceil(most), (1 << self.bits) - 1))
-        self._cells = np.zeros((self.blocks, _LINE * 8 // max(8, self.bits)), self._dtype(self.bits))
-        #: ids that were counted and not let in; those count once of which all cells are others' as well
+        self._cells = np.zeros((self.blocks, _LINE * 8 // max(8, self.bits)), _dtype(self.bits))
+        #: ids that were counted and not let in, but for those of which all cells are others' as well
         self._counted = 0
 
     def __len__(self) -> int:
@@ -51,13 +62,15 @@ class Sketch:
         return self._cells.nbytes
 
     def add(self, ids: Ids, amounts: Array) -> Array:
-        """Add to the counts of ids, and return what they are then, and at least."""
+        """Add to the counts of ids, and return what they are then, and at least. Those that have reached the most are
+        let in."""
         totals = np.empty(ids.size, np.float64)
         self._counted += int(
             _add(
                 self._cells,
                 self.bits,
-                self._most,
+                float(self._most),
+                self.unit,
                 self._key,
                 packed_ids(ids),
                 packed(amounts, np.float64),
@@ -66,19 +79,17 @@ class Sketch:
         )
         return totals
 
-    def remove(self, ids: Ids) -> None:
-        """Note that ids have been let in. Their counts stay: others' may stand in the same cells."""
-        self._counted -= ids.size
-
     def view(self, *, frozen: bool) -> SketchView:
         """Return the counts as they are now; ``frozen``, they stay so while others come."""
-        return SketchView(self._cells.copy() if frozen else self._cells, self.bits, len(self))
+        return SketchView(self._cells.copy() if frozen else self._cells, self.bits, self.unit, len(self))
 
-    def load(self, cells: Array, bits: int, start: int, blocks: int) -> None:
+    def load(self, cells: Array, bits: int, start: int, blocks: int, unit: float = 1.0) -> None:
         """Take in a part of the cells of another filter of the same hash, which has so many blocks."""
-        if start < 0 or blocks < start + len(cells) or bits not in _BITS:
-            raise ValueError(f"no filter of {blocks} blocks with cells of {bits} bits has {len(cells)} from {start} on")
-        theirs, own = _spread(cells, bits), _LINE * 8 // self.bits
+        scale = unit / self.unit
+        if start < 0 or blocks < start + len(cells) or bits not in _BITS or not 0 < scale < math.inf:
+            what = f"cells of {bits} bits, in units of {unit:g},"
+            raise ValueError(f"no filter of {blocks} blocks with {what} has {len(cells)} from {start} on")
+        theirs, own = np.ceil(_spread(cells, bits) * scale), _LINE * 8 // self.bits
         # Blocks of one filter that lie where a block of the other does, and cells likewise.
         first, last = start * self.blocks // blocks, -(-(start + len(cells)) * self.blocks // blocks)
         targets = np.arange(first, min(last, self.blocks))
@@ -98,16 +109,13 @@ class Sketch:
         """Go on counting ids from there."""
         self._counted += counted
 
-    def _dtype(self, bits: int) -> npt.DTypeLike:
-        return np.float32 if self._is_float else {16: np.uint16, 32: np.uint32}.get(bits, np.uint8)
-
 
 class SketchView:
     """Shows a filter."""
 
-    def __init__(self, cells: Array, bits: int, counted: int) -> None:
+    def __init__(self, cells: Array, bits: int, unit: float, counted: int) -> None:
         self._cells = cells
-        self.bits, self.blocks, self.counted = bits, len(cells), counted
+        self.bits, self.blocks, self.unit, self.counted = bits, len(cells), unit, counted
 
     def export(self, start: int, most: int) -> tuple[dict[str, Array], int | None]:
         """Return the cells from a block on, about ``most`` of eight bytes, and which block is next."""
@@ -119,10 +127,13 @@ class SketchView:
         """Do nothing: it was a copy, if any."""
 
 
-def cells_of(raw: Array, bits: int, *, is_float: bool) -> Array:
+def cells_of(raw: Array, bits: int) -> Array:
     """Return the cells that were exported as bytes."""
-    dtype: npt.DTypeLike = np.float32 if is_float else {16: np.uint16, 32: np.uint32}.get(bits, np.uint8)
-    return raw.view(dtype)
+    return raw.view(_dtype(bits))
+
+
+def _dtype(bits: int) -> npt.DTypeLike:
+    return {16: np.uint16, 32: np.uint32}.get(bits, np.uint8)
 
 
 def _spread(cells: Array, bits: int) -> Array:
@@ -143,8 +154,11 @@ def _joined(numbers: Array, bits: int, dtype: np.dtype[np.generic]) -> Array:
 
 
 @compiled
-def _add(cells: Array, bits: int, most: float, key: np.uint64, ids: Ids, amounts: Array, totals: Array) -> int:
-    blocks, new = np.uint64(len(cells)), 0
+def _add(
+    cells: Array, bits: int, most: float, unit: float, key: np.uint64, ids: Ids, amounts: Array, totals: Array
+) -> int:
+    """Add, and return how many more ids than before are counted and not let in."""
+    blocks, more = np.uint64(len(cells)), 0
     number = np.uint64(_LINE * 8 // bits)
     each, mask = 8 // bits if bits < 8 else 1, (1 << bits) - 1
     places = np.empty(_CELLS, np.int64)
@@ -165,11 +179,11 @@ def _add(cells: Array, bits: int, most: float, key: np.uint64, ids: Ids, amounts
             else:
                 count = np.float64(cells[block, at])
             least = min(least, count)
-        if least == 0:
-            new += 1
-        total = least + amounts[k]
-        totals[k] = total
+        total = least + np.ceil(amounts[k] / unit)
+        totals[k] = total * unit
         total = min(total, most)
+        if least < most:  # else it was let in before, or others of its cells were
+            more += int(total > 0 and least == 0) - int(total == most)
         for j in range(_CELLS):
             at = places[j]
             if bits < 8:
@@ -179,4 +193,4 @@ def _add(cells: Array, bits: int, most: float, key: np.uint64, ids: Ids, amounts
                     cells[block, at // each] = (word & ~(mask << shift)) | (np.int64(total) << shift)
             elif np.float64(cells[block, at]) < total:
                 cells[block, at] = total
-    return new
+    return more
