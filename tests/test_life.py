@@ -270,6 +270,8 @@ def test_rows_of_a_large_table_leave_while_it_is_trained() -> None:
     table.evict(0.0)
     assert len(table) == 200_000, "nothing was taken out yet"
     assert table.life.rows == 100
+    figures = table.figures()
+    assert (figures["rows"], figures["in_memory"], figures["on_disk"]) == (100, 100, 0)
     assert not table.known(np.arange(100, 200_000)).any()
     table.sweep(1 << 16)
     assert 100 < len(table) < 200_000

@@ -95,7 +95,10 @@ class LivingTable(Table):
         return super().nbytes + counted + self._tombstones.nbytes
 
     def figures(self) -> dict[str, int]:
-        return {**super().figures(), **asdict(self.life)}
+        found = {**super().figures(), **asdict(self.life)}
+        if not found["on_disk"]:  # else nobody knows, without looking for each of them, where rows lie that are due
+            found["in_memory"] = found["rows"]
+        return found
 
     @property
     def life(self) -> Life:
