@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -848,3 +848,48 @@ def test_rows_come_before_every_other_call(look: Any, mode: str, tmp_path: Path)
     expected = torch.zeros(3, 2)
     expected[1] = 5
     assert_close(run_job(body), [expected])
+
+
+def tied_layers(model: Any) -> None:
+    model.one.weight.data = model.two.weight.data
+
+
+def tied_part(model: Any) -> None:
+    model.one.weight.data = model.table.weight.data[1:3]
+
+
+def tied_table(model: Any) -> None:
+    model.table.weight.data = model.wide.weight.data
+
+
+def tied_tables(model: Any) -> None:
+    model.table.weight.data = model.other.weight
+
+
+@pytest.mark.parametrize("tie", [tied_layers, tied_part, tied_table, tied_tables])
+@pytest.mark.parametrize("mode", [*AHEAD, "all_reduce"])
+@pytest.mark.pairs
+def test_what_comes_to_share_memory_is_refused_until_it_does_no_more(mode: str, tie: Any) -> None:
+    def body(fleet: Fleet, _: int) -> bool:
+        tables = {name: torch.nn.Embedding(4, 2, sparse=True) for name in ("table", "other")}
+        layers = {"one": torch.nn.Linear(2, 2), "two": torch.nn.Linear(2, 2), "wide": torch.nn.Linear(2, 4)}
+        model: Any = torch.nn.ModuleDict({**tables, **layers})
+        make = AHEAD.get(mode, lambda: StrategyFactory.create_sync_strategy(dense="all_reduce"))
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = fleet.distributed_optimizer(sgd, make(), model=model)
+        fleet.init_worker()
+
+        def step() -> None:
+            found = model["table"](torch.arange(4)) + model["other"](torch.arange(4))
+            optimizer.minimize(model["wide"](model["two"](model["one"](found))).square().mean())
+
+        step()
+        tie(SimpleNamespace(**model))
+        with pytest.raises(UnsupportedError, match="share memory and are two parameters"):
+            step()
+        for each in model.values():
+            each.weight.data = each.weight.data.clone()
+        step()
+        return True
+
+    assert run_job(body) == [True]

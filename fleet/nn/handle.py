@@ -254,6 +254,11 @@ class TableHandle:
         """Say whether the script has been given all rows."""
         return self._whole is not None
 
+    @property
+    def given(self) -> torch.Tensor | None:
+        """Return the memory of all rows, if the script has been given it, or has given it."""
+        return None if self._whole is None else self._whole.given
+
     def take_edit(self) -> tuple[Ids, torch.Tensor] | None:
         """Return ids and new values of the rows that the script has changed through ``weight``, once."""
         return None if self._whole is None else self._whole.take_edit()

@@ -243,7 +243,7 @@ def _assign(_func: Callable[..., Any], weight: torch.Tensor, values: Any) -> Non
         return
     table = table_of(weight)
     if isinstance(values, TableWeight):
-        values = table_of(values).whole().tensor
+        values = _shown(_func, values)
     with torch._C.DisableTorchFunctionSubclass():
         if values.shape != weight.shape or values.dtype is not weight.dtype or values.layout is not torch.strided:
             raise _refused(table, f"it was given {values.dtype} {tuple(values.shape)} for its data")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,20 +88,36 @@ def check_type(name: str, param: torch.Tensor, known: torch.dtype) -> None:
         )
 
 
-def refuse_overlap(members: Sequence[Member]) -> None:
+class Memory:
+    """Remembers where a job's parameters lie, of which no two come to share memory while it runs."""
+
+    def __init__(self, params: Sequence[torch.nn.Parameter], names: Sequence[str]) -> None:
+        self._params = [*zip(names, params, strict=True)]
+        self._seen: list[int] = []
+
+    def check(self, tables: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Refuse what overlaps, rows of ``tables`` included, if anything lies elsewhere than at the last look."""
+        held = [*self._params, *tables]
+        seen = [each.data_ptr() for _, each in held]
+        if seen != self._seen:
+            refuse_overlap(held)
+            self._seen = seen
+
+
+def refuse_overlap(named: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Refuse parameters that share elements in memory: each is updated by itself, from its own gradient, and the last
     one written would win. Disjoint parts of one storage are parameters like any others."""
-    held = [each for each in members if each.param.numel() and not isinstance(each.param, TableWeight)]
-    placed = sorted(held, key=lambda member: _extent(member.param))
-    for place, member in enumerate(placed):
-        *_, stop = _extent(member.param)
-        for other in placed[place + 1 :]:
-            device, start, _ = _extent(other.param)
-            if device != str(member.param.device) or start >= stop:
+    held = [(name, param) for name, param in named if param.numel() and not isinstance(param, TableWeight)]
+    placed = sorted(held, key=lambda each: _extent(each[1]))
+    for place, (name, param) in enumerate(placed):
+        *_, stop = _extent(param)
+        for other_name, other in placed[place + 1 :]:
+            device, start, _ = _extent(other)
+            if device != str(param.device) or start >= stop:
                 break
-            if _share(member.param, other.param):
+            if _share(param, other):
                 raise UnsupportedError(
-                    f"{member.name!r} and {other.name!r} share memory and are two parameters",
+                    f"{name!r} and {other_name!r} share memory and are two parameters",
                     todo="Use one parameter in both places (model.b = model.a), or give each its own memory (clone()).",
                 )
 

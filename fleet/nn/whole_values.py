@@ -33,6 +33,11 @@ class WholeValues:
             with outside_inference():
                 self._fetched = self.tensor.clone()
 
+    @property
+    def given(self) -> torch.Tensor | None:
+        """Return the memory that somebody else has too; None as long as nobody has."""
+        return None if self._fetched is None else self.tensor
+
     def shares_memory(self, result: Any) -> bool:
         """Say whether what torch made of the values may be a way to change them."""
         if isinstance(result, torch.Tensor):

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn import init, utils
 
-from habits.habit import ALL, DIM, ROWS, Script, Section
+from habits.habit import ALL, DIM, ROWS, Net, Script, Section
 
 SECTION = Section("Values")
 as_in_torch, differs, refused = SECTION.as_in_torch, SECTION.differs, SECTION.refused
@@ -620,6 +620,61 @@ def _(s: Script) -> Any:
 def _(s: Script) -> None:
     p = s.model.out.weight
     torch.utils.swap_tensors(p, torch.nn.Parameter(torch.full(p.shape, 0.1)))
+
+
+@as_in_torch(
+    "all dense parameters moved into one memory: `p.data = flat[a:b].view(p.shape)`", everywhere=True, edits=True
+)
+def _(s: Script) -> None:
+    dense = [p for p in s.params if p is not s.weight]
+    flat, start = torch.cat([p.detach().flatten() for p in dense]), 0
+    for p in dense:
+        p.data, start = flat[start : start + p.numel()].view(p.shape), start + p.numel()
+    s.step()
+    flat.mul_(0.5)
+
+
+class Square(Net):
+    """A layer of the table's shape, and another table, beside the net's own."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__(sparse)
+        self.other = torch.nn.Embedding(ROWS, DIM, sparse=sparse)
+        self.wide = torch.nn.Linear(DIM, ROWS, bias=False)
+        self.wide_too = torch.nn.Linear(DIM, ROWS, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) + (self.wide(self.other(ids)) + self.wide_too(self.table(ids))).mean((1, 2))
+
+
+@refused(
+    "two parameters of a running job given one memory: `a.weight.data = b.weight.data`",
+    "'wide.weight' and 'wide_too.weight' share memory",
+    make=Square,
+)
+def _(s: Script) -> None:
+    s.model.wide_too.weight.data = s.model.wide.weight.data
+    s.step()
+
+
+@refused(
+    "a parameter given the memory of a table's rows: `p.data = table.weight.data[:5]`",
+    "'wide.weight' and 'table.weight' share memory",
+    make=Square,
+)
+def _(s: Script) -> None:
+    s.model.wide.weight.data = s.weight.data
+    s.step()
+
+
+@refused(
+    "a table given the memory of a parameter, or of another table: `table.weight.data = other.weight.data`",
+    "'table.weight' and 'other.weight' share memory",
+    make=Square,
+)
+def _(s: Script) -> None:
+    s.weight.data = s.model.other.weight
+    s.step()
 
 
 @refused("`torch.utils.swap_tensors(table.weight, other)`", "table.weight")

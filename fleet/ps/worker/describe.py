@@ -15,7 +15,7 @@ import torch
 from fleet.errors import ArgumentTypeError, UnsupportedError
 from fleet.kernels import HINTS, REFUSED, RULES, Rule
 from fleet.nn.handle import TableHandle, handle_of
-from fleet.nn.trainables import ElementTypes, Member, groups, members, refuse_overlap
+from fleet.nn.trainables import ElementTypes, Member, Memory, groups, members, refuse_overlap
 from fleet.optimizer import SteppedOn, has_stepped
 from fleet.plan.specs import ALL_REDUCE, DTYPES, TABLE_DTYPES, GroupSpec, JobSpec, ParamSpec, PlanSettings, TableSpec
 from fleet.ps.consistency import policy_of
@@ -121,6 +121,15 @@ class Description:
         specs = self.spec.params
         return ElementTypes(self.params, [spec.name for spec in specs], [getattr(torch, spec.dtype) for spec in specs])
 
+    def check_memory(self) -> None:
+        """Refuse parameters and tables that the script has given one memory."""
+        given = ((handle.name, handle.given) for handle in self.handles)
+        self._memory.check((name, rows) for name, rows in given if rows is not None)
+
+    @cached_property
+    def _memory(self) -> Memory:
+        return Memory(self.params, [spec.name for spec in self.spec.params])
+
     def continued_by(self, fresh: Description) -> Description:
         """Return ``fresh``, which describes the same optimizers later, in an order that begins with this one's."""
         groups, specs = list(self.groups), list(self.spec.groups)
@@ -207,7 +216,7 @@ def describe(
     handles: list[TableHandle] = []
     in_order = tuple(group for *_, group in groups(optimizers))
     everything = members(optimizers, model)
-    refuse_overlap(everything)
+    refuse_overlap((member.name, member.param) for member in everything)
     here = strategy.dense == ALL_REDUCE
     with_rows = {member.group for member in everything if handle_of(member.param) is not None}
     rules: list[Rule | None] = []

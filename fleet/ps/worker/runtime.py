@@ -500,6 +500,7 @@ class WorkerRuntime:
             self._prediction.clear()
         description = self.trained.description
         description.check_types()
+        description.check_memory()
         if description.has_newcomers():
             self.extend()
         self._send_edits()
