@@ -156,6 +156,29 @@ def _keeps_none(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer) is torch.optim.SGD and not any(group["momentum"] for group in optimizer.param_groups)
 
 
+def has_own_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Say whether ``step`` is what an optimizer's class was made with, on the object and in the class. What torch puts
+    around it, such as a count for schedules, changes nothing."""
+    kind = type(optimizer)
+    names = {f"{each.__qualname__}.step" for each in kind.__mro__}
+    steps: Iterable[Any] = (kind.step, optimizer.step) if "step" in vars(optimizer) else (kind.step,)
+    for step in steps:
+        while True:
+            if getattr(step, "__self__", optimizer) is not optimizer:
+                return False
+            step = getattr(step, "__func__", step)
+            # A layer goes by where its code is from: it bears the name of what it surrounds.
+            where = getattr(step, "__globals__", {}).get("__name__", "")
+            if where.partition(".")[0] not in ("torch", "fleet"):
+                return False
+            if not hasattr(step, "__wrapped__"):
+                break
+            step = step.__wrapped__
+        if step.__qualname__ not in names:
+            return False
+    return True
+
+
 class OptimizerState(defaultdict[Any, Any]):
     """Is the ``state`` of a wrapped optimizer: torch's, and empty while the servers have it. Code that reads what a
     parameter has there, or would have the optimizer forget it, is told so; a walk through it finds nothing."""
@@ -445,14 +468,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         hooks = [*_global_optimizer_pre_hooks.values(), *self._optimizer_step_pre_hooks.values()]
         for optimizer in self._wrapped:
             hooks += _pre_hooks(optimizer)
-        return bool(hooks) or self._has_other_step()
-
-    def _has_other_step(self) -> bool:
-        """Say whether this very object has a ``step`` beside its class's. That of torch's schedulers only counts."""
-        step: Any = vars(self).get("step")
-        if step is None:
-            return False
-        return not (hasattr(step, "_wrapped_by_lr_sched") and step.__wrapped__ is type(self).step)
+        return bool(hooks) or not has_own_step(self)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -23,6 +23,7 @@ from fleet.averaging.exchange import Finish
 from fleet.collective.process_group import Group
 from fleet.errors import UnsupportedError
 from fleet.nn.trainables import Member
+from fleet.optimizer import has_own_step
 from fleet.strategy.collective import DGC
 
 #: Below it, what tells where the elements are would be more than is saved.
@@ -166,6 +167,8 @@ class DeepCompression:
     @torch.no_grad()
     def update(self, rest: Callable[[], None]) -> None:
         """Update compressed parameters plainly, and let ``rest`` update the others."""
+        for optimizer in {member.optimizer for member in self._eligible.values()}:
+            _check_optimizer(optimizer)  # whose step() may have been replaced since
         self.step += 1
         mine = [m for m in self._eligible.values() if id(m.param) in self._residuals and m.param.grad is not None]
         gradients = [member.param.grad for member in mine]
@@ -178,15 +181,20 @@ class DeepCompression:
             member.param.grad = gradient
 
 
-def _check(member: Member) -> None:
-    optimizer, options = member.optimizer, member.options
-    if type(optimizer) is not torch.optim.SGD:
+def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    if type(optimizer) is not torch.optim.SGD or not has_own_step(optimizer):
+        name = type(optimizer).__name__
         raise UnsupportedError(
             "dgc corrects SGD's momentum, and knows no other optimizer's",
             expected="torch.optim.SGD",
-            got=type(optimizer).__name__,
+            got=name if has_own_step(optimizer) else f"{name} with a step() of the script's",
             todo="Use SGD, or leave dgc out; power_sgd compresses the gradients of every optimizer.",
         )
+
+
+def _check(member: Member) -> None:
+    optimizer, options = member.optimizer, member.options
+    _check_optimizer(optimizer)
     for name in ("dampening", "maximize"):
         if options[name]:
             raise UnsupportedError(f"dgc and SGD's {name}={options[name]!r} exclude each other")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import types
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import utils
@@ -370,6 +372,52 @@ class Own(torch.optim.SGD):
     optimizers=lambda m: [Own(m.parameters(), lr=0.1)],
 )
 def _(s: Script) -> Any: ...
+
+
+def replace_step(optimizer: Any) -> None:
+    """As gradients are centralised, or given noise, by scripts that know of no hooks."""
+    own = optimizer.step
+
+    def step(self: Any, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad.mul_(0.5).add_(0.01)
+        own()
+        return loss
+
+    optimizer.step = types.MethodType(step, optimizer)
+
+
+@as_in_torch(
+    "`step` of what `distributed_optimizer` returned, replaced: gradients centralised, or with noise", everywhere=True
+)
+def _(s: Script) -> None:
+    replace_step(s.optimizer)
+    s.step(2)
+    del s.optimizer.step
+
+
+@refused("`step` of the wrapped optimizer replaced, before wrapping", "step.. of the wrapped SGD", before=None)
+def _(s: Script) -> None:
+    replace_step(s.own[0])
+    s.begin()
+    s.step(2)
+
+
+@refused("the same in a running job", "step.. of the wrapped SGD")
+def _(s: Script) -> None:
+    replace_step(s.own[0])
+    s.step(2)
+
+
+@refused("`torch.optim.SGD.step = …`: the same in the class", "step.. of the wrapped SGD", before=None)
+def _(s: Script) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        own = torch.optim.SGD.step
+        patch.setattr(torch.optim.SGD, "step", lambda *given: own(*given))
+        s.begin()
+        s.step(2)
 
 
 # ---------------------------------------------------------------- hooks

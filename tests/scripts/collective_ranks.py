@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import shutil
 import unittest
 import warnings
@@ -914,10 +915,41 @@ def what_cannot_be_honoured_is_refused(me: Rank) -> None:
     model = large()
     optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), dgc)
     fleet.init_worker()
+    with pytest.MonkeyPatch.context() as patch:
+        (inner,) = optimizer._wrapped
+        patch.setattr(inner, "step", functools.partial(inner.step))
+        loss_of(model, me.rank, 0, 64).backward()
+        raises(UnsupportedError, "got SGD with a step() of the script's", optimizer.step)
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(loss_of(model, me.rank, 0, 64)).backward()
     raises(UnsupportedError, "dgc and a GradScaler exclude each other", lambda: scaler.step(optimizer))
     fleet.stop_worker()
+
+
+@check(2)
+def a_step_of_the_script_s_is_called(me: Rank) -> None:
+    """Put into the wrapped optimizer before it is wrapped, or in the job."""
+
+    def halve(optimizer: Any) -> Any:
+        own = optimizer.step
+
+        def step() -> None:
+            for param in optimizer.param_groups[0]["params"]:
+                param.grad.mul_(0.5)
+            own()
+
+        optimizer.step = step
+        return optimizer
+
+    def train(model: nn.Module, optimizer: Any, no_sync: Callable[[], Any]) -> None:
+        for step in range(4):
+            if step == 2:
+                halve(optimizer._wrapped[0] if hasattr(optimizer, "_wrapped") else optimizer)
+            optimizer.zero_grad()
+            loss_of(model, me.rank, step).backward()
+            optimizer.step()
+
+    beside_ddp(me, train, optimizer=lambda params: halve(torch.optim.SGD(params, lr=0.1)))
 
 
 # ---------------------------------------------------------------- doors

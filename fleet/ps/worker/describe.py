@@ -16,7 +16,7 @@ from fleet.errors import ArgumentTypeError, UnsupportedError
 from fleet.kernels import HINTS, REFUSED, RULES, Rule
 from fleet.nn.handle import TableHandle, handle_of
 from fleet.nn.trainables import ElementTypes, Member, Memory, groups, members, refuse_overlap
-from fleet.optimizer import SteppedOn, has_stepped
+from fleet.optimizer import SteppedOn, has_own_step, has_stepped
 from fleet.plan.specs import ALL_REDUCE, DTYPES, TABLE_DTYPES, GroupSpec, JobSpec, ParamSpec, PlanSettings, TableSpec
 from fleet.ps.consistency import policy_of
 from fleet.strategy.parameter_server import Strategy
@@ -129,6 +129,20 @@ class Description:
     @cached_property
     def _memory(self) -> Memory:
         return Memory(self.params, [spec.name for spec in self.spec.params])
+
+    def check_steps(self) -> None:
+        """Refuse a ``step`` that is not the class's own, of optimizers in whose place others step."""
+        for optimizer in self._done_elsewhere:
+            _refuse_other_step(optimizer)
+
+    @cached_property
+    def _done_elsewhere(self) -> tuple[torch.optim.Optimizer, ...]:
+        """Return the optimizers whose steps others take, on rows of tables at least."""
+        spec = self.spec
+        if not spec.settings.has_dense_on_workers and not policy_of(spec.settings).trains_on_workers:
+            return self.optimizers
+        places = {spec.groups[table.group].optimizer for table in spec.tables}
+        return tuple(self.optimizers[place] for place in sorted(places))
 
     def continued_by(self, fresh: Description) -> Description:
         """Return ``fresh``, which describes the same optimizers later, in an order that begins with this one's."""
@@ -261,6 +275,7 @@ def describe(
     )
     spec = JobSpec(tuple(params), tuple(tables), tuple(specs), settings)
     described = Description(spec, tuple(objects), tuple(handles), in_order, tuple(optimizers))
+    described.check_steps()
     described.options()  # refuses what cannot travel, while the user's line is still on the stack
     return described
 
@@ -292,6 +307,16 @@ def _rule(optimizer: torch.optim.Optimizer) -> Rule:
     return rule
 
 
+def _refuse_other_step(optimizer: torch.optim.Optimizer) -> None:
+    if not has_own_step(optimizer):
+        name = type(optimizer).__name__
+        raise UnsupportedError(
+            f"step() of the wrapped {name} was replaced, and the job steps in its place as the class was made",
+            todo="Change gradients before step() or in a hook (register_step_pre_hook), or replace step() of what "
+            "fleet.distributed_optimizer() returned.",
+        )
+
+
 def _group_spec(rule: Rule, position: int, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> GroupSpec:
     _refuse_options(rule, group)
     return GroupSpec(rule.name, position, tuple(sorted(optimizer.defaults)), rule.sliceable)
@@ -318,6 +343,7 @@ def _param_spec(name: str, param: torch.nn.Parameter, group: int, rule: Rule | N
 def check_table(member: Member) -> None:
     """Refuse a table whose rows its optimizer could not update on a server, be it one already or about to be."""
     rule, name, param = _rule(member.optimizer), member.name, member.param
+    _refuse_other_step(member.optimizer)
     if rule.rows is None:
         usable = ", ".join(sorted(each.name for each in RULES.values() if each.rows is not None))
         raise UnsupportedError(

@@ -501,6 +501,7 @@ class WorkerRuntime:
         description = self.trained.description
         description.check_types()
         description.check_memory()
+        description.check_steps()
         if description.has_newcomers():
             self.extend()
         self._send_edits()
