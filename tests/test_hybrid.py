@@ -436,6 +436,80 @@ def test_parameters_that_join(net: Net) -> None:
     check(*hybrid_and_servers(net, lambda m: torch.optim.SGD(m.parameters(), 0.1), 2, 1, train))
 
 
+@pytest.mark.parametrize("kind", ["layer", "table"])
+@pytest.mark.parametrize("name", ["momentum", "adagrad"])
+def test_they_join_an_optimizer_that_has_state_here(net: Net, name: str, kind: str) -> None:
+    """That of layers, which stays here; rows have theirs on the servers."""
+
+    def make(model: Net) -> torch.optim.Optimizer:
+        if name == "adagrad":
+            return torch.optim.Adagrad(model.parameters(), 0.1, initial_accumulator_value=0.1)
+        layers = {"params": model.dense.parameters(), "momentum": 0.9}
+        return torch.optim.SGD([{"params": [model.open.weight, model.closed.weight]}, layers], lr=0.05)
+
+    def train(optimizer: Any, model: Net, worker: int) -> None:
+        late: Any = None
+        for step in range(STEPS):
+            if step == 2:
+                late = (
+                    torch.nn.Linear(4, 1) if kind == "layer" else fleet.nn.Embedding(9, 4, initializer="constant(0.2)")
+                )
+                if kind == "layer":
+                    torch.nn.init.constant_(late.weight, 0.5 + worker)
+                    torch.nn.init.zeros_(late.bias)
+                optimizer.add_param_group({"params": list(late.parameters())})
+            loss = model.loss(step, worker)
+            if late is not None:
+                loss = loss + late(model.dense[0].weight if kind == "layer" else torch.arange(step)).square().mean()
+            optimizer.minimize(loss)
+
+    check(*hybrid_and_servers(net, make, 2, 2, train))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_state_of_layers_from_before_the_job_is_taken_along(workers: int) -> None:
+    torch.manual_seed(5)
+    start = torch.nn.Sequential(torch.nn.Embedding(9, 4, sparse=True), torch.nn.Linear(4, 1))
+
+    def begun(model: Any) -> torch.optim.Optimizer:
+        layers = {"params": model[1].parameters(), "momentum": 0.9}
+        optimizer = torch.optim.SGD([{"params": model[0].parameters()}, layers], lr=0.1)
+        steps(model, optimizer)
+        return optimizer
+
+    def steps(model: Any, optimizer: Any) -> None:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.arange(3)).square().sum().backward()
+            optimizer.step()
+
+    def body(fleet_: Fleet, _: int) -> list[torch.Tensor]:
+        model = copy.deepcopy(start)
+        optimizer = fleet_.distributed_optimizer(begun(model), sync(dense="all_reduce"), model=model)
+        fleet_.init_worker()
+        steps(model, optimizer)
+        with torch.no_grad():
+            return [model[0](torch.arange(9)), *values(model[1])]
+
+    alone = copy.deepcopy(start)
+    steps(alone, begun(alone))
+    for got in run_job(body, workers):
+        assert_close(got, values(alone))
+
+
+def test_state_of_rows_from_before_the_job_is_refused() -> None:
+    model = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 1))
+    inner = torch.optim.SGD(
+        [{"params": model[0].parameters(), "momentum": 0.9}, {"params": model[1].parameters()}], 0.1
+    )
+    model(torch.arange(3)).sum().backward()
+    inner.step()
+    alone = Fleet(environ={})
+    alone.init()
+    with pytest.raises(UnsupportedError, match="SGD already has state, which would be lost"):
+        alone.distributed_optimizer(inner, sync(dense="all_reduce"), model=model, remote="all")
+
+
 # --- Other modes ------------------------------------------------------------------------------------------------------
 
 

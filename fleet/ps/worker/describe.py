@@ -241,6 +241,7 @@ def describe(
             specs.append(GroupSpec(type(optimizer).__name__, position, (), sliceable=False))
         else:
             rule = _rule(optimizer)
+            _refuse_state(optimizer, [p for p in group["params"] if not here or handle_of(p) is not None])
             rules.append(rule)
             specs.append(_group_spec(rule, position, optimizer, group))
     for member in everything:
@@ -299,12 +300,16 @@ def _rule(optimizer: torch.optim.Optimizer) -> Rule:
             expected="one of torch.optim's or fleet.optim's own: " + ", ".join(sorted(RULES)),
             todo="A new one is a file in fleet/kernels; CONTRIBUTING.md has the recipe.",
         )
-    if has_stepped(optimizer.state.values()):
+    return rule
+
+
+def _refuse_state(optimizer: torch.optim.Optimizer, params: Sequence[torch.nn.Parameter]) -> None:
+    """Refuse what an optimizer has kept for parameters that are the servers' from now on."""
+    if has_stepped(optimizer.state.get(param, {}) for param in params):
         raise UnsupportedError(
-            f"{name} already has state, which would be lost: state lives on the servers",
+            f"{type(optimizer).__name__} already has state, which would be lost: state lives on the servers",
             todo="Wrap the optimizer before its first step; to go on from a checkpoint use init_server(model_dir).",
         )
-    return rule
 
 
 def _refuse_other_step(optimizer: torch.optim.Optimizer) -> None:
@@ -343,6 +348,7 @@ def _param_spec(name: str, param: torch.nn.Parameter, group: int, rule: Rule | N
 def check_table(member: Member) -> None:
     """Refuse a table whose rows its optimizer could not update on a server, be it one already or about to be."""
     rule, name, param = _rule(member.optimizer), member.name, member.param
+    _refuse_state(member.optimizer, [param])
     _refuse_other_step(member.optimizer)
     if rule.rows is None:
         usable = ", ".join(sorted(each.name for each in RULES.values() if each.rows is not None))
