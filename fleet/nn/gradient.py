@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from fleet.errors import UnsupportedError
+from fleet.nn.calls import changed, is_in_place, name_of
 
 
 class Table(Protocol):
@@ -173,36 +174,6 @@ class RowMarks:
             return getattr(args[0], name.replace("bitwise", "logical"))()
         change = lambda value: value.to_dense() if isinstance(value, RowMarks) else value  # noqa: E731
         return func(*changed(args, change), **changed(kwargs or {}, change))
-
-
-def name_of(func: Callable[..., Any]) -> str:
-    """Return torch's name of a function; a property's own name, with ``=`` behind it if it is set."""
-    name: str = getattr(func, "__name__", "")
-    if name in ("__get__", "__set__", "__delete__"):
-        owner: Any = func.__self__  # type: ignore[attr-defined]
-        return str(owner.__name__) + ("" if name == "__get__" else "=")
-    return name
-
-
-def is_in_place(name: str) -> bool:
-    if name.startswith("__"):
-        return name == "__setitem__" or (name.startswith("__i") and name[3:-2] in _AUGMENTED)
-    return name.endswith("_") and not name.endswith("__")
-
-
-_AUGMENTED = {
-    *("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "matmul"),
-    *("and", "or", "xor", "lshift", "rshift"),
-}
-
-
-def changed(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return arguments or results with each of their parts changed, in lists, tuples and dicts too."""
-    if type(value) is dict:
-        return {key: changed(each, change) for key, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(changed(each, change) for each in value)
-    return change(value)
 
 
 def coalesce(gradient: torch.Tensor) -> torch.Tensor:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from fleet.errors import UnsupportedError
-from fleet.nn.gradient import RowGradient, Table, changed, is_in_place, name_of
+from fleet.nn.calls import changed, name_of, written
+from fleet.nn.gradient import RowGradient, Table
 from fleet.nn.whole_values import WholeValues
 from fleet.numeric.compiler import uncompiled
 
@@ -177,48 +178,60 @@ def _of_leaf(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs:
 @uncompiled
 def _of_values(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return what torch makes of the values; what is written into them is an edit of the table."""
-    written = _written(name, args, kwargs)
-    given: list[tuple[TableWeight, WholeValues, torch.Tensor]] = []
+    writes = written(func, args, kwargs)
+    given: list[_Given] = []
 
     def value(each: Any) -> Any:
         if not isinstance(each, TableWeight):
             return each
         whole = table_of(each).whole()
+        is_written = writes.has(each)
+        before = None if is_written or writes.is_all else whole.copied()
         with torch._C.DisableTorchFunctionSubclass():
-            if any(each is other for other in written):
+            if is_written:
                 whole.expose()
                 shown = whole.tensor.detach().requires_grad_(each.requires_grad)  # which torch refuses to change
             elif torch.is_grad_enabled() and each.requires_grad:
                 shown = _Values.apply(each, whole.tensor)  # type: ignore[no-untyped-call]
             else:
                 shown = whole.tensor.detach()
-        given.append((each, whole, shown))
+        given.append(_Given(each, whole, shown, shown.grad_fn, before))
         return shown
 
     def back(each: Any) -> Any:
-        return next((weight for weight, _, shown in given if shown is each), each)
+        return next((one.weight for one in given if one.shown is each), each)
 
     result = func(*changed(args, value), **changed(kwargs, value))
-    for weight, whole, shown in given:
-        is_written = any(weight is other for other in written)
-        if is_written and (shown.shape != whole.tensor.shape or not whole.shares_memory(shown)):
-            raise _refused(table_of(weight), f"{name}() would give it another shape or memory")
+    for one in given:
+        is_written = writes.has(one.weight) or _was_written(one)
+        if is_written and (one.shown.shape != one.whole.tensor.shape or not one.whole.shares_memory(one.shown)):
+            raise _refused(table_of(one.weight), f"{name}() would give it another shape or memory")
     result = changed(result, back)
-    for _, whole, _ in given:
-        if whole.shares_memory(result):
-            whole.expose()
+    for one in given:
+        if one.whole.shares_memory(result):
+            one.whole.expose()
     return result
 
 
-def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the weights that a function writes into."""
-    found: list[Any] = []
-    out = kwargs.get("out")
-    found += out if isinstance(out, list | tuple) else [out]
-    if is_in_place(name):
-        target = args[0] if args else next(iter(kwargs.values()))
-        found += target if isinstance(target, list | tuple) else [target]
-    return [each for each in found if isinstance(each, TableWeight)]
+class _Given(NamedTuple):
+    """Holds what a function is given for a weight, and what the values were if it may change them unseen."""
+
+    weight: TableWeight
+    whole: WholeValues
+    shown: torch.Tensor
+    node: Any
+    before: torch.Tensor | None
+
+
+def _was_written(one: _Given) -> bool:
+    """Say whether a function has written into values of which that was not known; it is an edit then."""
+    if one.before is None or not one.whole.differs(one.before):
+        return False
+    if one.shown.grad_fn is not one.node:
+        one.whole.put_back(one.before)
+        raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+    one.whole.expose(one.before)
+    return True
 
 
 def _refused(table: WholeTable, what: str) -> UnsupportedError:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fleet.numeric.bits import changed
+from fleet.numeric.bits import alike, changed
 from fleet.numeric.jit import Ids
 
 
@@ -27,11 +27,25 @@ class WholeValues:
         self.tensor = values
         self._holders = self._count_holders()
 
-    def expose(self) -> None:
-        """Note that from now on somebody may change them."""
+    def expose(self, fetched: torch.Tensor | None = None) -> None:
+        """Note that from now on somebody may change them; or has, where a copy is given of what they were."""
         if self._fetched is None:
-            with outside_inference():
-                self._fetched = self.tensor.clone()
+            self._fetched = self.copied() if fetched is None else fetched
+
+    def copied(self) -> torch.Tensor:
+        """Return a copy that shows later whether they were changed."""
+        with outside_transforms(), outside_inference(), torch.no_grad():
+            return self.tensor.clone()
+
+    def differs(self, before: torch.Tensor) -> bool:
+        """Say whether they were changed since this copy was made."""
+        with outside_transforms(), torch.no_grad():
+            return not alike(self.tensor, before)
+
+    def put_back(self, before: torch.Tensor) -> None:
+        """Make them what they were when this copy was made."""
+        with outside_transforms(), torch.no_grad():
+            self.tensor.copy_(before)
 
     @property
     def given(self) -> torch.Tensor | None:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn import init, utils
 
-from habits.habit import ALL, DIM, ROWS, Net, Script, Section
+from habits.habit import ALL, DIM, ROWS, Net, Script, Section, halve
 
 SECTION = Section("Values")
 as_in_torch, differs, refused = SECTION.as_in_torch, SECTION.differs, SECTION.refused
@@ -341,6 +341,70 @@ def _(s: Script) -> None:
         with torch.no_grad():
             change(s.weight)
         s.step()
+
+
+@as_in_torch(
+    "`F.relu(p, inplace=True)`, `hardtanh`, `dropout`, `nn.ReLU(inplace=True)(p)`", everywhere=True, edits=True
+)
+def _(s: Script) -> None:
+    def without(p: Any) -> None:
+        with torch.random.fork_rng():
+            torch.manual_seed(int(p.numel()))
+            F.dropout(p, 0.3, True, inplace=True)
+
+    edit(
+        s,
+        without,
+        lambda p: F.hardtanh(p, -0.3, 0.3, inplace=True),
+        lambda p: F.threshold(p, -0.2, 0.1, inplace=True),
+        lambda p: F.leaky_relu(p, 0.5, inplace=True),
+        lambda p: torch.nn.ELU(inplace=True)(p),
+        lambda p: torch.nn.ReLU(inplace=True)(p),
+    )
+
+
+@as_in_torch("the same where it is to be trained: an error", raises=RuntimeError)
+def _(s: Script) -> None:
+    F.relu(s.weight, inplace=True)
+
+
+@as_in_torch(
+    "`F.embedding(ids, weight, max_norm=0.5)`, `F.embedding_bag(…)`: rows renormalised",
+    everywhere=True,
+    edits=True,
+    not_in=("dc-asgd",),  # an edit before the step of the same batch
+)
+def _(s: Script) -> None:
+    ids = torch.tensor([[1, 2, 2], [7, 0, 1]])
+    for rows in (
+        lambda: F.embedding(ids, s.weight, max_norm=0.5),
+        lambda: F.embedding_bag(ids + 3, s.weight, max_norm=0.4, mode="sum"),
+    ):
+        s.optimizer.zero_grad()
+        rows().square().sum().backward()
+        s.optimizer.step()
+    with torch.no_grad():
+        F.embedding(ids + 9, s.weight, max_norm=0.3)
+
+
+@as_in_torch("`torch.mul(a, 2, out=p)`, `torch.ops.aten.mul_`, operators of one's own", everywhere=True, edits=True)
+def _(s: Script) -> None:
+    edit(
+        s,
+        lambda p: torch.mul(torch.full(p.shape, 0.1), 2, out=p),
+        lambda p: torch.ops.aten.add_.Scalar(p, 0.1),
+        lambda p: torch.ops.aten.mul_(p, 0.9),
+        lambda p: torch.ops.aten.add.out(p, torch.ones(p.shape), out=p),
+        halve,
+        torch.ops.habits.halve,
+        torch.ops.habits.halve.default,
+    )
+
+
+@refused("a weight given another shape in place: `weight.t_()`, `weight.resize_(3, 4)`", "another shape or memory")
+def _(s: Script) -> None:
+    with torch.no_grad():
+        s.weight.t_()
 
 
 @as_in_torch("`nn.init.*_` on dense parameters and on a table's weight", everywhere=True, edits=True)
