@@ -368,6 +368,11 @@ def _(s: Script) -> None:
     F.relu(s.weight, inplace=True)
 
 
+@as_in_torch("a part of it: `weight[:5].relu_()`: an error", raises=RuntimeError)
+def _(s: Script) -> None:
+    s.weight[:5].relu_()
+
+
 @as_in_torch(
     "`F.embedding(ids, weight, max_norm=0.5)`, `F.embedding_bag(…)`: rows renormalised",
     everywhere=True,
