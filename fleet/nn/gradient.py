@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from fleet.errors import UnsupportedError
-from fleet.nn.calls import changed, is_in_place, name_of
+from fleet.nn.calls import changed, is_in_place, name_of, written
+from fleet.nn.whole_values import outside_inference
+from fleet.numeric.bits import alike
 
 
 class Table(Protocol):
@@ -63,7 +65,7 @@ _ELEMENTWISE = _LINEAR | {
     *("trunc", "frac", "tanh", "sin", "sinh", "asinh", "atan", "erf", "expm1", "log1p", "relu", "hardshrink"),
     *("softshrink", "threshold", "maximum", "minimum", "gt", "lt", "ge", "le", "eq", "ne", "__gt__", "__lt__"),
     *("__ge__", "__le__", "__eq__", "__ne__", "greater", "less", "greater_equal", "less_equal", "not_equal"),
-    *("fill", "exp", "cos", "sigmoid", "log", "reciprocal", "rsqrt", "logical_not"),
+    *("fill", "exp", "cos", "sigmoid", "log", "reciprocal", "rsqrt", "logical_not", "where", "masked_fill"),
 }
 _NORMS = {"norm", "vector_norm", "linalg_vector_norm", "linalg_norm"}
 #: Clipping takes these, by which all workers scale what they have in common.
@@ -71,6 +73,16 @@ _AGREED = {"vector_norm", "linalg_vector_norm"}
 #: They ask for the extreme number, or for one or all of them, and the zeros count once.
 _EXTREMES = {"max", "min", "amax", "amin", "any", "all", "count_nonzero", "sum", "nansum", "aminmax"}
 _LISTS = "_foreach_"
+#: What a mask itself answers, and what is answered for each row.
+_OF_MARKS = {
+    *("shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "__len__", "__hash__", "dtype", "device"),
+    *("layout", "is_sparse", "is_cuda", "is_cpu", "is_floating_point", "is_complex", "is_leaf", "requires_grad"),
+    *("grad_fn", "element_size", "itemsize", "nbytes"),
+}
+_LOGICAL = {
+    *("logical_not", "logical_and", "logical_or", "logical_xor", "bitwise_not", "bitwise_and", "bitwise_or"),
+    *("bitwise_xor", "__and__", "__or__", "__xor__", "__invert__", "eq", "ne", "__eq__", "__ne__"),
+}
 
 
 class RowGradient(torch.Tensor):
@@ -103,9 +115,9 @@ class RowGradient(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if name in _NATIVE:
                 return func(*args, **kwargs)
-            if torch.is_grad_enabled() and not is_in_place(name) and name not in _ITSELF and _has_graph(args):
+            if torch.is_grad_enabled() and name != "data=" and name not in _ITSELF and _has_graph(args):
                 return _on_dense(func, name, args, kwargs)  # a gradient of it is wanted: rows have none
-            if name.startswith(_LISTS):
+            if name.startswith(_LISTS) and args and isinstance(args[0], list | tuple):
                 return _each(func, name, args, kwargs)
             return _answer(func, name, args, kwargs)
 
@@ -118,48 +130,54 @@ class RowGradient(torch.Tensor):
         return copied  # type: ignore[return-value]
 
 
-class RowMarks:
+class _Rows(NamedTuple):
+    """Holds which rows a gradient had when it was asked about them."""
+
+    table: Table
+    shape: torch.Size
+    ids: torch.Tensor
+    has_zeros: bool
+
+    @staticmethod
+    def of(gradient: RowGradient) -> _Rows:
+        return _Rows(gradient._table, gradient.shape, gradient._indices()[0], _has_zeros(gradient))
+
+
+class RowMarks(torch.Tensor):
     """Marks the numbers of a gradient that have some property: one mark for every number of its rows, and one for all
-    zeros."""
+    zeros. It is torch's mask in a script's hands, and becomes one with the first that the rows alone cannot answer."""
 
-    def __init__(self, gradient: RowGradient, marks: torch.Tensor, of_zero: torch.Tensor) -> None:
-        self._gradient = gradient
-        self._marks = marks
-        self._of_zero = of_zero
+    _rows: _Rows
+    _marks: torch.Tensor
+    _of_zero: torch.Tensor
+    _dense: torch.Tensor | None
 
-    def all(self, *of: Any, **more: Any) -> torch.Tensor:
-        return self.to_dense().all(*of, **more) if of or more else self._counted().all()
+    @staticmethod
+    def of(rows: _Rows, marks: torch.Tensor, of_zero: torch.Tensor) -> RowMarks:
+        """Return a mask without memory of its own: whatever asks for that behind our back is told so."""
+        made: RowMarks = torch.Tensor._make_wrapper_subclass(
+            RowMarks, rows.shape, dtype=torch.bool, device=marks.device
+        )
+        made._rows, made._marks, made._of_zero, made._dense = rows, marks, of_zero, None
+        return made
 
-    def any(self, *of: Any, **more: Any) -> torch.Tensor:
-        return self.to_dense().any(*of, **more) if of or more else self._counted().any()
+    def to_dense(self) -> torch.Tensor:  # type: ignore[override]
+        """Return torch's mask, the same each time: what a script writes into it stays."""
+        if self._dense is None:
+            self._rows.table.check_whole("its gradient was asked for its numbers one by one")
+            with torch._C.DisableTorchFunctionSubclass(), outside_inference():
+                dense = self._of_zero.expand(self._rows.shape).clone()
+                dense[self._rows.ids] = self._marks
+            self._dense = dense
+        return self._dense
 
-    def logical_not(self) -> RowMarks:
-        return RowMarks(self._gradient, ~self._marks, ~self._of_zero)
-
-    __invert__ = logical_not
+    def is_of(self, ids: torch.Tensor) -> bool:
+        """Say whether it marks the numbers of the rows with these ids, and no script has changed it."""
+        own = self._rows.ids
+        return self._dense is None and own.data_ptr() == ids.data_ptr() and len(own) == len(ids)
 
     def _counted(self) -> torch.Tensor:
-        if not _has_zeros(self._gradient):
-            return self._marks
-        return torch.cat([self._marks.flatten(), self._of_zero.flatten()])
-
-    def to_dense(self) -> torch.Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
-            dense = _dense(self._gradient, "its numbers one by one").to(torch.bool)
-            dense.copy_(self._of_zero.expand_as(dense))
-            dense[self._gradient._indices()[0]] = self._marks
-            return dense
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.to_dense(), name)
-
-    def __getitem__(self, place: Any) -> torch.Tensor:
-        return self.to_dense()[place]
-
-    def __bool__(self) -> bool:
-        return bool(self.to_dense())
+        return torch.cat([self._marks.flatten(), self._of_zero.flatten()]) if self._rows.has_zeros else self._marks
 
     @classmethod
     def __torch_function__(
@@ -169,11 +187,45 @@ class RowMarks:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        name = name_of(func)
-        if name in ("all", "any", "logical_not", "bitwise_not") and len(args) == 1 and not kwargs:
-            return getattr(args[0], name.replace("bitwise", "logical"))()
-        change = lambda value: value.to_dense() if isinstance(value, RowMarks) else value  # noqa: E731
-        return func(*changed(args, change), **changed(kwargs or {}, change))
+        if any(issubclass(each, RowGradient | torch.nn.Parameter) for each in types):
+            return NotImplemented  # a gradient of the same rows needs no other numbers
+        name, kwargs = name_of(func), kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if name in _OF_MARKS:
+                return func(*args, **kwargs)
+            first = args[0] if args else None
+            if isinstance(first, RowMarks) and not kwargs:
+                if name in ("any", "all") and len(args) == 1 and first._dense is None:
+                    return func(first._counted())
+                ids = first._rows.ids
+                if name in _LOGICAL and all(isinstance(each, RowMarks) and each.is_of(ids) for each in args):
+                    marks, zeros = (each._marks for each in args), (each._of_zero for each in args)
+                    return RowMarks.of(first._rows, func(*marks), func(*zeros))
+        return _of_masks(func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return _of_masks(func, args, kwargs or {})
+
+
+def _of_masks(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what torch makes of the masks that marks stand for."""
+    given: list[RowMarks] = []
+
+    def mask(value: Any) -> Any:
+        if not isinstance(value, RowMarks):
+            return value
+        given.append(value)
+        return value.to_dense()
+
+    result = func(*changed(args, mask), **changed(kwargs, mask))
+    return changed(result, lambda value: next((each for each in given if each._dense is value), value))
 
 
 def coalesce(gradient: torch.Tensor) -> torch.Tensor:
@@ -237,19 +289,20 @@ def _each(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: di
 
 def _answer(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first, rest = args[0] if args else None, args[1:]
+    plain = _plain_name(name)
+    if (plain in _ELEMENTWISE and len(args) > (plain == "where")) or _is_masked(name, rest):
+        gradient, is_alone = _only(args, kwargs)
+        if gradient is not None:
+            return _elementwise(func, name, gradient, plain in _LINEAR and is_alone, args, kwargs)
     if isinstance(first, RowGradient):
-        in_place = is_in_place(name)
-        plain = _plain_name(name)
         if name in _ITSELF and not first.requires_grad:
             return first
         if name in _ROWS:
             return RowGradient.of(func(first, *rest, **kwargs), first._table)
         if name == "to_dense":
             return _dense(first, "all its rows")
-        if plain in _ELEMENTWISE and not any(_has_dimensions(each) for each in (*rest, *kwargs.values())):
-            return _elementwise(func, plain, in_place, first, rest, kwargs)
         if name == "data=":
-            return _in_place(torch.Tensor.copy_, "data", first, rest, kwargs)
+            return _replace(first, rest[0].to_dense().to(first.dtype), "data=")
         if (
             name in _NORMS
             and not _is_of_matrix(name, rest, kwargs)
@@ -262,9 +315,7 @@ def _answer(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: 
             return func(first._values().sum() / first.numel(), **kwargs)
         if plain in ("add", "sub", "__add__", "__sub__", "__iadd__", "__isub__") and rest and _fits(first, rest[0]):
             summed = func(first, *rest, **kwargs)
-            return first if in_place else RowGradient.of(summed, first._table)
-        if in_place:
-            return _in_place(func, name, first, rest, kwargs)
+            return first if summed is first else RowGradient.of(summed, first._table)
     if name in ("numpy", "__array__", "data_ptr", "untyped_storage", "storage", "__dlpack__"):
         raise UnsupportedError(
             f"{name}() was called on the gradient of the table {_first(args)._table.name!r}, whose rows lie apart",
@@ -274,67 +325,95 @@ def _answer(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: 
 
 
 def _on_dense(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    made: list[torch.Tensor] = []
-    out = kwargs.get("out")
-    if isinstance(out, RowGradient):
-        return _in_place(
-            torch.Tensor.copy_, name, out, (func(*changed(args, _as_dense(name)), **{**kwargs, "out": None}),), {}
-        )
-    if any(isinstance(each, RowGradient) for each in _listed(out)):
-        raise UnsupportedError(
-            f"{name}() was to write into the gradient of a table", todo="Assign the result: weight.grad = …."
-        )
+    """Return what torch makes of the dense gradients; what is written into one changes the gradient."""
+    writes = written(func, args, kwargs)
+    made: list[tuple[RowGradient, torch.Tensor, torch.Tensor | None]] = []
 
     def dense(value: Any) -> Any:
+        if isinstance(value, RowMarks):
+            return value.to_dense()
         if not isinstance(value, RowGradient):
             return value
-        made.append(_dense(value, f"{name}()"))
-        return made[-1]
+        for gradient, other, _ in made:
+            if gradient is value:
+                return other
+        with outside_inference():
+            whole = _dense(value, f"{name}()")
+            before = None if writes.is_all or writes.has(value) else whole.detach().clone()
+        made.append((value, whole, before))
+        return whole
 
     given, named = changed(args, dense), changed(kwargs, dense)
     result = func(*given, **named)
-    memory = {each.untyped_storage().data_ptr() for each in made}
-    if not is_in_place(name) and any(each.untyped_storage().data_ptr() in memory for each in _tensors(result)):
+    changes = [
+        (gradient, whole)
+        for gradient, whole, before in made
+        if writes.has(gradient) or (before is not None and not alike(whole, before))
+    ]
+    for gradient, whole in changes:
+        if gradient.requires_grad and torch.is_grad_enabled():
+            raise UnsupportedError(
+                f"{name}() would write into the gradient of the table {gradient._table.name!r}, which has a graph",
+                todo="Assign a result instead, weight.grad = weight.grad * 2, or write under torch.no_grad().",
+            )
+        _replace(gradient, whole, f"{name}()")
+    result = changed(result, lambda value: next((each for each, whole in changes if whole is value), value))
+    memory = {whole.untyped_storage().data_ptr() for _, whole, _ in made}
+    if any(each.untyped_storage().data_ptr() in memory for each in _tensors(result)):
         # A part of the gradient: what is written into it would not reach the gradient, and torch refuses to.
-        with nullcontext() if any(each.requires_grad for each in made) else torch.inference_mode():
+        with nullcontext() if any(whole.requires_grad for _, whole, _ in made) else torch.inference_mode():
             return changed(result, lambda each: each.clone() if isinstance(each, torch.Tensor) else each)
     return result
 
 
 def _elementwise(
     func: Callable[..., Any],
-    plain: str,
-    in_place: bool,
+    name: str,
     gradient: RowGradient,
-    rest: tuple[Any, ...],
+    is_linear: bool,
+    args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    of_zero = func(gradient._values().new_zeros(1), *rest, **kwargs)
+    """Do to the numbers of the rows what is to be done to all, if zeros stay zeros by it or it tells marks of them."""
+
+    def on(numbers: torch.Tensor, marks: str) -> Any:
+        def part(value: Any) -> Any:
+            return numbers if value is gradient else getattr(value, marks) if isinstance(value, RowMarks) else value
+
+        return func(*map(part, args), **{key: part(each) for key, each in kwargs.items()})
+
+    zero = gradient._values().new_zeros(1)
+    of_zero = on(zero, "_of_zero")
+    of_zero = zero if of_zero is None else of_zero
     if bool(of_zero != 0) and of_zero.dtype is not torch.bool:  # NaN is not zero either
-        return (
-            _in_place(func, plain, gradient, rest, kwargs)
-            if in_place
-            else _on_dense(func, plain, (gradient, *rest), kwargs)
-        )
-    if plain not in _LINEAR:
-        gradient = coalesce(gradient)  # type: ignore[assignment]
-    found = func(gradient._values(), *rest, **kwargs)
-    if in_place:
+        return _on_dense(func, name, args, kwargs)
+    if not is_linear:
+        coalesce(gradient)
+    values = gradient._values()
+    found = on(values, "_marks")
+    if found is None:
+        return None
+    if found is values:
         return gradient
-    return RowMarks(gradient, found, of_zero) if of_zero.dtype is torch.bool else _rows(gradient, found)
+    return RowMarks.of(_Rows.of(gradient), found, of_zero) if of_zero.dtype is torch.bool else _rows(gradient, found)
 
 
-def _in_place(
-    func: Callable[..., Any], name: str, gradient: RowGradient, rest: tuple[Any, ...], kwargs: dict[str, Any]
-) -> RowGradient:
-    """Do it to the dense gradient; it keeps the rows that it has then."""
-    dense = _dense(gradient, f"{name}()")
-    func(dense, *changed(rest, _as_dense(name)), **changed(kwargs, _as_dense(name)))
-    held = (dense != 0).any(1)
-    held[gradient._indices()[0]] = True
-    ids = held.nonzero().view(1, -1)
-    gradient.data = torch.sparse_coo_tensor(ids, dense[ids[0]], dense.shape, check_invariants=False, is_coalesced=True)
-    return gradient
+def _replace(gradient: RowGradient, dense: torch.Tensor, what: str) -> None:
+    """Let the gradient hold these numbers; it keeps the rows that it has."""
+    if dense.shape != gradient.shape:
+        raise UnsupportedError(
+            f"{what} would give the gradient of the table {gradient._table.name!r} another shape",
+            expected=tuple(gradient.shape),
+            got=tuple(dense.shape),
+            todo="Work on a copy: weight.grad.to_dense().",
+        )
+    with outside_inference(), torch.no_grad():
+        held = (dense != 0).any(1)
+        held[gradient._indices()[0]] = True
+        ids = held.nonzero().view(1, -1)
+        gradient.data = torch.sparse_coo_tensor(
+            ids, dense[ids[0]], dense.shape, check_invariants=False, is_coalesced=True
+        )
 
 
 def _counted(gradient: RowGradient) -> torch.Tensor:
@@ -347,6 +426,28 @@ def _counted_by_all(gradient: RowGradient) -> torch.Tensor:
     """Return what ``_counted`` does, of the mean gradient of all workers where these have to agree."""
     averaged = gradient._table.averaged(coalesce(gradient))
     return _counted(gradient) if averaged is None else torch.cat([averaged.flatten(), averaged.new_zeros(1)])
+
+
+def _only(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[RowGradient | None, bool]:
+    """Return the gradient among these if nothing else has a number for each of its places but it again, or marks of
+    its rows; and whether there are none of those."""
+    gradient, others = None, []
+    for each in (*args, *kwargs.values()):
+        if isinstance(each, torch.Tensor):
+            if gradient is None and isinstance(each, RowGradient):
+                gradient = each
+            elif each.dim():
+                others.append(each)
+    if gradient is None or "out" in kwargs:
+        return None, False
+    for each in others:
+        if each is not gradient and not (isinstance(each, RowMarks) and each.is_of(gradient._indices()[0])):
+            return None, False
+    return gradient, not others
+
+
+def _is_masked(name: str, rest: tuple[Any, ...]) -> bool:
+    return name == "__setitem__" and isinstance(rest[0], RowMarks)
 
 
 def _as_dense(name: str) -> Callable[[Any], Any]:
@@ -362,10 +463,6 @@ def _has_graph(value: Any) -> bool:
 
 def _plain_name(name: str) -> str:
     return name[:-1] if is_in_place(name) and not name.startswith("__") else name
-
-
-def _has_dimensions(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
 def _is_of_matrix(name: str, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -389,10 +486,6 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, list | tuple):
         for each in value:
             yield from _tensors(each)
-
-
-def _listed(value: Any) -> Any:
-    return value if isinstance(value, list | tuple) else (value,)
 
 
 def _first(args: tuple[Any, ...]) -> RowGradient:

@@ -7,9 +7,10 @@ import io
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.nn import utils
 
-from habits.habit import ALL, DIM, ROWS, Script, Section
+from habits.habit import ALL, DIM, ROWS, Script, Section, halve
 
 SECTION = Section("Gradients")
 as_in_torch, differs, refused = SECTION.as_in_torch, SECTION.differs, SECTION.refused
@@ -352,6 +353,122 @@ def _(s: Script) -> None:
         s.backward()
         change(s.weight.grad)
         s.optimizer.step()
+
+
+@as_in_torch("`F.hardtanh(p.grad, -c, c, inplace=True)`, `threshold`, `relu`, `dropout`", everywhere=True)
+def _(s: Script) -> None:
+    def without(g: Any) -> None:
+        with torch.random.fork_rng():
+            torch.manual_seed(int(g.numel()))
+            F.dropout(g, 0.3, True, inplace=True)
+
+    for change in (
+        lambda g: F.hardtanh(g, -0.001, 0.001, inplace=True),
+        lambda g: F.threshold(g, 0.001, 0.0, inplace=True),
+        lambda g: F.threshold(g, 0.001, -0.1, inplace=True),
+        lambda g: F.relu(g, inplace=True).mul_(2),
+        lambda g: torch.nn.ReLU6(inplace=True)(g),
+        without,
+    ):
+        s.backward()
+        for p in s.params:
+            change(p.grad)
+        s.optimizer.step()
+
+
+@as_in_torch("`torch.mul(g, 2, out=p.grad)`, `torch.ops.aten.mul_`, operators of one's own, for `p.grad`")
+def _(s: Script) -> Any:
+    found = []
+    for change in (
+        lambda g: torch.mul(g, 2, out=g),
+        lambda g: torch.mul(torch.ones(g.shape), 0.01, out=g),
+        lambda g: torch.ops.aten.mul_.Scalar(g, 0.1),
+        lambda g: torch.ops.aten.mul_(g, 0.1),
+        lambda g: torch.ops.aten.add.out(g, g, out=g),
+        halve,
+        torch.ops.habits.halve,
+        lambda g: torch._foreach_mul_(self=[g], scalar=0.5),
+        lambda g: torch.ops.aten._foreach_mul_.Scalar([g], 0.5),
+    ):
+        s.backward()
+        for p in s.params:
+            found.append(change(p.grad) is p.grad)
+        s.optimizer.step()
+    return found
+
+
+@as_in_torch("`torch._amp_foreach_non_finite_check_and_unscale_([p.grad …], …)`")
+def _(s: Script) -> Any:
+    s.backward()
+    found = torch.zeros(1)
+    torch._amp_foreach_non_finite_check_and_unscale_([p.grad for p in s.params], found, torch.tensor(0.1))
+    s.optimizer.step()
+    return found
+
+
+@as_in_torch("numbers masked: `g[g.isnan()] = 0`, `g[g.abs() < c] = 0`, `g.masked_fill_(…)`, `g.mul_(g.abs() > c)`")
+def _(s: Script) -> None:
+    def times(g: Any) -> None:
+        g *= g.abs() > 0.001
+
+    for change in (
+        lambda g: g.__setitem__(torch.isnan(g), 0),
+        lambda g: g.__setitem__(g.abs() < 0.001, 0),
+        lambda g: g.__setitem__(g.abs() < 0.001, 0.002),
+        lambda g: g.__setitem__(~torch.isfinite(g), 0),
+        lambda g: g.__setitem__(g > 0.001, g[g > 0.001] * 2),
+        lambda g: g.masked_fill_(g.isnan() | (g > 0.001), 0.0),
+        lambda g: g.masked_fill_(g <= 0, 0.01),
+        lambda g: g.mul_(g.abs() >= 0.001),
+        lambda g: g.copy_(torch.where(g > 0, torch.zeros(()), g)),
+        lambda g: g.copy_((g > 0) * g),
+        lambda g: g.copy_(g * (g > 0)),
+        lambda g: g.add_(g > 0, alpha=0.1),
+        times,
+    ):
+        s.backward()
+        for p in s.params:
+            change(p.grad)
+        s.optimizer.step()
+
+
+@as_in_torch("masks of `p.grad`: combined, counted, compared, indexed with, changed, taken for numbers")
+def _(s: Script) -> Any:
+    s.backward()
+    found: list[Any] = []
+    for p in s.params:
+        g = p.grad
+        mask = g > 0
+        kept, alias = mask.clone(), mask.view(-1)
+        found += [isinstance(mask, torch.Tensor), len(mask), list(mask.shape), mask.dtype, mask.numel(), mask.tolist()]
+        found += [mask & (g < 1), mask | g.isnan(), ~mask ^ mask, torch.logical_and(mask, g < 1), mask == (g > 0)]
+        found += [mask.sum(), torch.count_nonzero(g != 0), (mask & (g < 1)).any(), (~mask).all(), mask.all(0)]
+        found += [(g != 0).float().mean(), g.isnan() + 0, 1 - mask.float(), -mask.int(), mask * g, g * mask]
+        found += [torch.where(mask, g, 0.0), torch.where(mask, 0.0, g), torch.where(g.isnan(), 0.0, g), g[mask]]
+        found += [torch.ones(g.shape)[mask], torch.masked_select(g, mask), p.detach()[mask], mask.nonzero(), mask[0]]
+        found += [torch.from_numpy(mask.numpy().copy()), str(mask), torch.stack([mask, ~mask]), bool(mask.any())]
+        g.mul_(2).add_(0.5)
+        found += [mask.clone(), torch.equal(mask, kept), mask & (g > 0)]  # a mask is of what was
+        mask[0] = True
+        mask &= g > 0.51
+        mask.logical_not_()
+        found += [mask, alias, mask.any(), mask | (g > 0.6), mask in {mask}]
+        g[mask] = 0.0
+    s.optimizer.step()
+    return found
+
+
+@refused("a gradient changed in place while it has a graph: `weight.grad.mul_(2)`", "which has a graph")
+def _(s: Script) -> None:
+    s.optimizer.zero_grad()
+    s.loss().backward(create_graph=True)
+    s.weight.grad.mul_(2)
+
+
+@refused("a gradient given another shape in place: `weight.grad.t_()`", "gradient of the table .* another shape")
+def _(s: Script) -> None:
+    s.backward()
+    s.weight.grad.t_()
 
 
 @refused("a part of a gradient written into: `weight.grad[4:8].mul_(0)`", "inference tensor")

@@ -21,7 +21,6 @@ from inside import flush, take_fresh
 
 from fleet import Fleet
 from fleet.errors import FleetError
-from fleet.nn.gradient import RowMarks
 from fleet.strategy.parameter_server import StrategyFactory
 
 ROWS, DIM, FIELDS = 20, 4, 3
@@ -257,8 +256,6 @@ def plain(value: Any) -> Any:
         value = value.detach()
         value = value if value.layout is torch.strided else value.to_dense()
         return value.clone().as_subclass(torch.Tensor)
-    if isinstance(value, RowMarks):
-        return value.to_dense()
     if isinstance(value, Mapping):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

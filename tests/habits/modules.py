@@ -741,6 +741,32 @@ def _(s: Script) -> Any:
     return [norm, s.model.large(ALL)]
 
 
+@as_in_torch("numbers of its gradient masked, by masks of it", make=Large, environ=SMALL)
+def _(s: Script) -> Any:
+    found = []
+    for change in (
+        lambda g: g.__setitem__(g.isnan() | (g > 0.001), 0),
+        lambda g: g.masked_fill_(~g.isfinite() | (g < -0.001), 0.0),
+        lambda g: g.mul_(g.abs() > 0.001),
+        lambda g: g.mul_((g > 0) & (g < 1)),
+    ):
+        s.optimizer.zero_grad()
+        (s.loss() + s.model.large(ALL).square().mean()).backward()
+        for p in s.params:
+            change(p.grad)
+            p.grad = torch.where(p.grad > 0, p.grad, 0.0)
+            p.grad = (p.grad < 0.01) * p.grad
+            found += [(p.grad == 0).all(), ((p.grad > 0) & (p.grad < 1)).any()]
+        s.optimizer.step()
+    return [*found, s.model.large(ALL)]
+
+
+@refused("a mask of its gradient taken for numbers", TOO_MUCH, make=Large, environ=SMALL)
+def _(s: Script) -> None:
+    (s.loss() + s.model.large(ALL).square().mean()).backward()
+    (s.model.large.weight.grad > 0).float()
+
+
 @refused("`model.state_dict()` with a `fleet.nn` table before `init_worker`", "init_worker", before=None, make=Endless)
 def _(s: Script) -> None:
     s.wrap()
