@@ -641,6 +641,39 @@ def test_a_claim_that_arrives_after_its_end_keeps_nobody_out() -> None:
     ]
 
 
+@pytest.mark.parametrize("goes_on", ["another thing", "a step"])
+def test_the_end_of_a_claim_that_was_lost_keeps_nobody_out(goes_on: str) -> None:
+    """A server that is started again may have kept that a worker began something, and not that it was done."""
+    answers: list[str] = []
+    outbox: list[Any] = []
+    before, claims = (Claims("here", 60.0, lambda: Frame(pb.Reply(granted=True)), only_first=False) for _ in range(2))
+
+    def claim(of: Claims, name: str, worker: int) -> None:
+        waiting = Waiting(worker, "a claim", 0.0, lambda frame: None, lambda: Frame(pb.Reply()))
+        of.claim(name, False, waiting, 0.0, False, outbox)
+        answer(name, worker)
+
+    def answer(name: str, worker: int) -> None:
+        answers.extend(f"{name} {worker} {'granted' if each.message.granted else 'done'}" for _, each in outbox)
+        outbox.clear()
+
+    claim(before, "first", 0)
+    claims.restore(before.dump(), 0.0)
+    claims.restarted()
+    claim(claims, "first", 1)
+    claim(claims, "first", 0)  # it may not have heard that it may begin
+    claims.went_on(2, outbox)
+    claim(claims, "second", 2)
+    assert answers == ["first 0 granted", "first 0 granted"]
+    if goes_on == "a step":
+        claims.went_on(0, outbox)
+        answer("first 1, then second", 2)
+    else:
+        claim(claims, "second", 0)
+    assert len(answers) == 4, answers
+    assert [each.split()[-1] for each in answers[2:]] == ["done", "granted"]
+
+
 def asks_for_a_claim(asked: Sequence[Waiting], outbox: Outbox) -> None:
     claims = Claims("here", 60.0, lambda: Frame(pb.Reply(granted=True)), only_first=False)
     first = Waiting(0, "a claim", 0.0, lambda frame: None, lambda: Frame(pb.Reply()))

@@ -52,6 +52,13 @@ MOVES_TO_TWO = Setting(
 )
 
 FOUND = {
+    # The first server had lost that a checkpoint was done, and its writer waited for itself before the next one.
+    "a checkpoint whose end was lost, before the next one": Scenario(
+        3002079,
+        Setting("sync", 3, 2, 24, "SGD", durable="os", journal_bytes=2000, sync_s=0.0, checkpoint_every=2),
+        (Fault(753, POWER, "server0", 0.09),),
+        preemption=0.1,
+    ),
     # A server waited for the push of a worker that was killed, whose next process waited for the end of the move.
     "a worker that starts again amid a move": Scenario(
         2000697,

@@ -22,11 +22,13 @@ _LONGEST_NAME, _MOST_OPEN, _MOST_CLOSED = 8192, 64, 4096
 
 @dataclass
 class _Claim:
-    """Holds one claim; ``begun`` once its writer has been let in. ``asking`` is the writer that waits to be let in."""
+    """Holds one claim; ``begun`` once its writer has been let in. ``asking`` is the writer that waits to be let in. Of
+    one that ``is_kept``, begun before this server was started again, the end may have been lost."""
 
     writer: int
     since: float
     begun: bool = False
+    is_kept: bool = False
     asking: Waiting | None = None
     queue: list[Waiting] = field(default_factory=list)
 
@@ -74,6 +76,7 @@ class Claims:
         if only_first and worker != 0 and first_is_gone:
             outbox.append((waiting.respond, error_reply(self._not_written("it has left"))))
             return
+        self.went_on(worker, outbox, to=name)
         claim = self._open.setdefault(name, _Claim(0 if only_first else worker, now))
         if claim.writer != worker:
             claim.queue.append(waiting)
@@ -95,6 +98,13 @@ class Claims:
             return
         reason = failure[:_LONGEST_NAME]
         self._close(name, FleetError(f"worker {worker} failed in {name}", got=reason) if reason else None, outbox)
+
+    def went_on(self, worker: int, outbox: Outbox, to: str = "") -> None:
+        """Close what a worker had begun before this server was started again, and has left behind, for its next step or
+        ``to`` begin another thing: it has heard that its end was known here, and that was lost."""
+        for name in [name for name, claim in self._open.items() if claim.is_kept and claim.writer == worker]:
+            if name != to:
+                self._close(name, None, outbox)
 
     def joined(self, worker: int) -> None:
         """Let in a process that counts its calls from one: none of them is among those that others have made before."""
@@ -126,8 +136,13 @@ class Claims:
 
     def restore(self, dumped: Mapping[str, Any], now: float) -> None:
         """Become the claims that were dumped."""
-        self._open = {name: _Claim(writer, now, begun=True) for name, writer in dumped["begun"].items()}
+        self._open = {name: _Claim(writer, now, begun=True, is_kept=True) for name, writer in dumped["begun"].items()}
         self._closed = {name: _Closed(None, set(), set(missed)) for name, missed in dumped["done"].items()}
+
+    def restarted(self) -> None:
+        """Note that what is open is what this server had kept of its claims."""
+        for claim in self._open.values():
+            claim.is_kept = claim.begun
 
     def clear(self) -> None:
         self._open.clear()

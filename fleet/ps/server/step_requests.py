@@ -135,6 +135,7 @@ class StepRequests:
                 raise
             steps = job.progress.steps
             steps[worker] = steps.get(worker, 0) + request.push.steps
+            job.claims.went_on(worker, arrival.outbox)
         job.states.pushed(worker, step, request.push.keeping)
         if kept is not None:
             job.states.keep(worker, step, replace(kept, steps=job.steps_of(worker)))

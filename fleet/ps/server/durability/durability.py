@@ -453,6 +453,7 @@ class Durability:
             pass
         self.goes_on = self.goes_on or self._directory.snapshot is not None
         if (job := running()) is not None:
+            job.claims.restarted()
             self._go_on(job)
 
     def _begin_from_snapshot(self, begin: Callable[[Job], None], make_shard: MakeShard) -> None:
