@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn import utils
 
-from habits.habit import ALL, DIM, ROWS, Script, Section, halve
+from habits.habit import ALL, DIM, ROWS, Script, Section, halve, one_at_a_time
 
 SECTION = Section("Gradients")
 as_in_torch, differs, refused = SECTION.as_in_torch, SECTION.differs, SECTION.refused
@@ -358,7 +358,7 @@ def _(s: Script) -> None:
 @as_in_torch("`F.hardtanh(p.grad, -c, c, inplace=True)`, `threshold`, `relu`, `dropout`", everywhere=True)
 def _(s: Script) -> None:
     def without(g: Any) -> None:
-        with torch.random.fork_rng():
+        with one_at_a_time, torch.random.fork_rng():
             torch.manual_seed(int(g.numel()))
             F.dropout(g, 0.3, True, inplace=True)
 

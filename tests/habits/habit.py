@@ -119,8 +119,8 @@ class Section:
         return self._add(REFUSED, does, says=says, **options)
 
 
-#: Workers are threads, which share the global generator.
-_seeding = threading.Lock()
+#: Workers are threads, which share what a process has once: the global generator, and torch's numbers of hooks.
+one_at_a_time = threading.Lock()
 
 _TABLES = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
@@ -134,7 +134,7 @@ class Script:
         self.fleet: Any = fleet
         self.mode = mode
         self.taken = 0
-        with _seeding, torch.random.fork_rng():
+        with one_at_a_time, torch.random.fork_rng():
             torch.manual_seed(5)
             self.model: Any = habit.make(self.remote or habit.sparse)
         self.own = habit.optimizers(self.model)

@@ -15,7 +15,7 @@ from torch.nn import utils
 from torch.optim import lr_scheduler, swa_utils
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from habits.habit import ALL, DIM, ROWS, Net, Script, Section
+from habits.habit import ALL, DIM, ROWS, Net, Script, Section, one_at_a_time
 
 SECTION = Section("Optimizers")
 as_in_torch, differs, refused = SECTION.as_in_torch, SECTION.differs, SECTION.refused
@@ -478,9 +478,11 @@ def _(s: Script) -> list[float]:
 @as_in_torch("a pre-hook of all optimizers that clips gradients", everywhere=True)
 def _(s: Script) -> None:
     def clip(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.01)
+        if any(optimizer is each for each in s.own):  # and not another worker's
+            utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.01)
 
-    handle = register_optimizer_step_pre_hook(clip)
+    with one_at_a_time:
+        handle = register_optimizer_step_pre_hook(clip)
     s.step(2)
     handle.remove()
 
