@@ -124,7 +124,7 @@ def _mark(param: torch.Tensor) -> tuple[torch.Tensor | None, int]:
         grad = param.grad
         if grad is None:
             return None, 0
-        return grad, (grad._values() if grad.layout is torch.sparse_coo else grad)._version
+        return grad, grad._version + (grad._values()._version if grad.layout is torch.sparse_coo else 0)
 
 
 #: The key under which a state says that it is not in it: where it is, and after how many of this worker's steps.

@@ -30,6 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import fleet.nn
 from fleet import Fleet
 from fleet.base.cluster import Endpoint
+from fleet.base.interruption import uninterrupted
 from fleet.errors import DeadlineError, StateError, UnsupportedError
 from fleet.numeric.tensors import WireTensor
 from fleet.plan.plan import make_plan
@@ -847,6 +848,26 @@ def test_an_interruption_anywhere_in_a_step_counts_it_once(strategy: str, first:
         assert max(map(_largest_difference, learnt, _after(steps))) < 1e-6, (at, steps)
         at += apart
     assert at > first + 2 * apart, "a step has more lines"
+
+
+def test_what_holds_ctrl_c_back_lets_it_through_behind() -> None:
+    """Once, however deep; an error of the work comes along; and a handler that is set inside stays."""
+    before, done = signal.getsignal(signal.SIGINT), []
+    with pytest.raises(KeyboardInterrupt) as caught, uninterrupted():
+        with uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+            done.append("inner")
+        done.append("outer")
+        raise ValueError
+    assert done == ["inner", "outer"]
+    assert isinstance(caught.value.__context__, ValueError)
+    assert signal.getsignal(signal.SIGINT) is before
+    try:
+        with uninterrupted():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])

@@ -33,13 +33,20 @@ def uninterrupted() -> Iterator[None]:
     if not callable(handler) or isinstance(handler, _Later):  # nothing of Python's, or this surrounds itself
         yield
         return
-    signal.signal(signal.SIGINT, later)
+    raised: BaseException | None = None
     try:
+        signal.signal(signal.SIGINT, later)
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
+        while signal.getsignal(signal.SIGINT) is later:  # else another one was set inside
+            try:
+                signal.signal(signal.SIGINT, handler)
+            except BaseException as error:  # that of another signal's handler, which is run first
+                raised = error
         if later.heard is not None:
             handler(*later.heard)
+        if raised is not None:
+            raise raised
 
 
 def start_uninterrupted(work: Callable[[], T], name: str) -> Future[T]:

@@ -414,6 +414,7 @@ def _replace(gradient: RowGradient, dense: torch.Tensor, what: str) -> None:
         gradient.data = torch.sparse_coo_tensor(
             ids, dense[ids[0]], dense.shape, check_invariants=False, is_coalesced=True
         )
+        torch.autograd.graph.increment_version(gradient)
 
 
 def _counted(gradient: RowGradient) -> torch.Tensor:

@@ -210,14 +210,7 @@ def _of_values(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwarg
     for one in given:
         if one.whole.shares_memory(result):
             one.whole.expose()
-            changed(result, _guard)
     return result
-
-
-def _guard(part: Any) -> None:
-    """Have torch refuse to write into a part of what is trained, as it does where that is a leaf."""
-    if isinstance(part, torch.Tensor) and part.requires_grad and part._is_view() and part.grad_fn is not None:
-        torch._C._autograd._set_creation_meta(part, torch._C._autograd.CreationMeta.IN_CUSTOM_FUNCTION)
 
 
 class _Given(NamedTuple):

@@ -512,6 +512,20 @@ def _(s: Script) -> None:
 
 
 @refused(
+    "a hook of a later one that sets a part of the gradient of an earlier one's table",
+    "changed gradients of an optimizer that steps before it",
+    optimizers=apart,
+    everywhere=True,
+)
+def _(s: Script) -> None:
+    def cut(*_: Any) -> None:
+        s.weight.grad[:5] = 0
+
+    s.own[-1].register_step_pre_hook(cut)
+    s.step()
+
+
+@refused(
     "a hook of a later one that changes the gradients of an earlier one, which has stepped in torch",
     "changed gradients of an optimizer that steps before it",
     optimizers=apart,

@@ -368,11 +368,6 @@ def _(s: Script) -> None:
     F.relu(s.weight, inplace=True)
 
 
-@as_in_torch("a part of it: `weight[:5].relu_()`: an error", raises=RuntimeError)
-def _(s: Script) -> None:
-    s.weight[:5].relu_()
-
-
 @as_in_torch(
     "`F.embedding(ids, weight, max_norm=0.5)`, `F.embedding_bag(…)`: rows renormalised",
     everywhere=True,
@@ -775,3 +770,15 @@ def _(s: Script) -> Any:
     found = [s.weight.stride(), s.weight.is_contiguous(), s.weight.untyped_storage().nbytes()]
     assert not s.remote or found == [(0, 0), False, s.weight.element_size()], "there is none but one NaN"
     return found
+
+
+@as_in_torch("a part of a weight used after its values have changed: `p = weight[:5]`, then `mul_`, then `p.sum()`")
+def _(s: Script) -> Any:
+    part, again = s.weight[:5], s.weight[2:6]
+    with torch.no_grad():
+        part.mul_(0.5)
+    part.sum().backward()
+    with torch.no_grad():
+        s.weight.mul_(0.5)
+    again.sum().backward()
+    return s.weight[:5].detach().clone()

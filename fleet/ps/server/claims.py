@@ -136,7 +136,7 @@ class Claims:
 
     def restore(self, dumped: Mapping[str, Any], now: float) -> None:
         """Become the claims that were dumped."""
-        self._open = {name: _Claim(writer, now, begun=True, is_kept=True) for name, writer in dumped["begun"].items()}
+        self._open = {name: _Claim(writer, now, begun=True) for name, writer in dumped["begun"].items()}
         self._closed = {name: _Closed(None, set(), set(missed)) for name, missed in dumped["done"].items()}
 
     def restarted(self) -> None:

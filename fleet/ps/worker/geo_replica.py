@@ -156,16 +156,15 @@ class Replica:
     ) -> None:
         """Take one step: ``update`` runs the user's optimizers, ``rows`` returns the gradients of rows, and ``fetch``
         brings rows of a table from the servers."""
-        self._hold(rows(), fetch)  # before anything changes, as this may fail
         with self._described.steps_without_tables():
             update()
         left = rows()  # what hooks of these have made of them
-        self._hold(left, fetch)
+        self.hold(left, fetch)
         for index, (ids, grads) in left.items():
             options = self._described.option_values(self._described.spec.tables[index].group)
             self._tables[index].train(ids, grads, options)
 
-    def _hold(self, rows: Mapping[int, Rows], fetch: Callable[[int, Ids], Array]) -> None:
+    def hold(self, rows: Mapping[int, Rows], fetch: Callable[[int, Ids], Array]) -> None:
         """Have what was read in evaluation mode here too."""
         for index, (ids, _) in rows.items():
             self._tables[index].hold(ids, partial(fetch, index))
@@ -298,6 +297,7 @@ class GeoTraining:
             self._gradients.dense()
         if self._progress.repeated_steps == 0:
             self._agree(self.replica)
+        self.replica.hold(self._gradients.rows(), self._fetch_rows)  # before anything changes, as this may fail
         with uninterrupted():  # or dense parameters would have taken the step, and rows not, or nobody would count it
             self.replica.train(update, self._gradients.rows, self._fetch_rows)
             state = self._gradients.end_step()
