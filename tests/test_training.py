@@ -853,12 +853,17 @@ def test_an_interruption_anywhere_in_a_step_counts_it_once(strategy: str, first:
 def test_what_holds_ctrl_c_back_lets_it_through_behind() -> None:
     """Once, however deep; an error of the work comes along; and a handler that is set inside stays."""
     before, done = signal.getsignal(signal.SIGINT), []
-    with pytest.raises(KeyboardInterrupt) as caught, uninterrupted():
+
+    @uninterrupted()
+    def work() -> None:
         with uninterrupted():
             signal.raise_signal(signal.SIGINT)
             done.append("inner")
         done.append("outer")
         raise ValueError
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        work()
     assert done == ["inner", "outer"]
     assert isinstance(caught.value.__context__, ValueError)
     assert signal.getsignal(signal.SIGINT) is before
