@@ -76,9 +76,10 @@ def guard_until_wrapped(optimizers: Sequence[torch.optim.Optimizer], todo: str) 
     Guard([optimizer for optimizer in optimizers if not _guards(optimizer)], todo)
 
 
-def _pre_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
-    """Return the user's own hooks."""
-    return [hook for hook in optimizer._optimizer_step_pre_hooks.values() if not isinstance(hook, Guard)]
+def hooks_before(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
+    """Return the user's hooks that run before a step of an optimizer, those of all optimizers first."""
+    own = [hook for hook in optimizer._optimizer_step_pre_hooks.values() if not isinstance(hook, Guard)]
+    return [*_global_optimizer_pre_hooks.values(), *own]
 
 
 def _run_hooks(
@@ -427,13 +428,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             stepper.step_here(self._update)
             return loss
         self._states.check_place(self._wrapped)
-        earlier = SteppedOn()
-        for optimizer in self._wrapped:
-            hooks = [*_global_optimizer_pre_hooks.values(), *_pre_hooks(optimizer)]
-            if hooks:
-                _run_hooks(optimizer, hooks)
-                earlier.check(optimizer)
-            if len(self._wrapped) > 1:
+        earlier, hooks = SteppedOn(), list(map(hooks_before, self._wrapped))
+        for place, optimizer in enumerate(self._wrapped):
+            _run_hooks(optimizer, hooks[place])
+            earlier.check(optimizer)
+            if any(hooks[place + 1 :]):
                 earlier.add(param for group in optimizer.param_groups for param in group["params"])
         cast(RemoteStepper, stepper).step()
         for optimizer in self._wrapped:
@@ -465,10 +464,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _is_preceded(self) -> bool:
         """Say whether something of the user's runs before a step: what it does to gradients may leave no trace."""
-        hooks = [*_global_optimizer_pre_hooks.values(), *self._optimizer_step_pre_hooks.values()]
-        for optimizer in self._wrapped:
-            hooks += _pre_hooks(optimizer)
-        return bool(hooks) or not has_own_step(self)
+        return any(map(hooks_before, (self, *self._wrapped))) or not has_own_step(self)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -251,12 +251,12 @@ def _shown(_func: Callable[..., Any], weight: torch.Tensor, *_: Any) -> torch.Te
     return whole.tensor.detach()
 
 
-def _assign(_func: Callable[..., Any], weight: torch.Tensor, values: Any) -> None:
+def _assign(func: Callable[..., Any], weight: torch.Tensor, values: Any) -> None:
     if values is weight:
         return
     table = table_of(weight)
     if isinstance(values, TableWeight):
-        values = _shown(_func, values)
+        values = _shown(func, values)
     with torch._C.DisableTorchFunctionSubclass():
         if values.shape != weight.shape or values.dtype is not weight.dtype or values.layout is not torch.strided:
             raise _refused(table, f"it was given {values.dtype} {tuple(values.shape)} for its data")

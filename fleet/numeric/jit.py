@@ -86,9 +86,8 @@ class Compiled(Generic[P, R]):
         try:
             return (self._dispatcher or _undisturbed(self.native))(*args, **kwargs)
         except SystemError as error:
-            if isinstance(error.__cause__, KeyboardInterrupt):  # it came while numba looked at the arguments
-                raise error.__cause__ from None
-            raise
+            # What a handler of a signal raised while numba looked at the arguments, such as a KeyboardInterrupt.
+            raise error if error.__cause__ is None else error.__cause__ from None
 
     def native(self) -> Callable[P, R]:
         with _building:

@@ -418,9 +418,8 @@ def _table_row(name: str, before: View, now: View) -> TableRow:
 
 def hot_ids(now: View) -> list[HotId]:
     """Return the ids that are asked for most, these first."""
-    return sorted((each for server in now.servers.values() for each in server.hot), key=lambda each: -each.share)[
-        :MOST_HOT
-    ]
+    told = [each for server in now.servers.values() for each in server.hot]
+    return sorted(told, key=lambda each: -each.share)[:MOST_HOT]
 
 
 @dataclass(frozen=True)

@@ -209,8 +209,6 @@ class StepRequests:
             raise ProtocolError("a pull's tables and ids differ in number")
         wanted = _wanted(pull, arrival.tensors)
         _check_reply(job, pull)
-        if wanted is not None:
-            self._statistics.asked.note(wanted.tables, wanted.ids, wanted.stops)
         if pull.since and not job.policy.shares_steps:
             raise ProtocolError("rows that have changed since a version were asked for where steps are not shared")
         if pull.since:
@@ -470,6 +468,7 @@ class StepRequests:
         shard = job.held()
         asked = wanted.tables, wanted.training, wanted.ids, wanted.stops
         found = shard.read_joined(*asked, before_cut=previous is not None)
+        self._statistics.asked.note(wanted.tables, wanted.ids, wanted.stops)  # now, as it refuses what is not there
         if previous is None and shard.readers is None:
             return found
         runs = [run.places for run in shard.request(wanted.tables, wanted.training).runs]

@@ -26,6 +26,7 @@ from fleet.kernels import RULES
 from fleet.numeric.bits import changed
 from fleet.numeric.ids import partition, unique
 from fleet.numeric.jit import Array, Ids
+from fleet.optimizer import hooks_before
 from fleet.plan.layout import DenseLayout
 from fleet.plan.specs import TableSpec
 from fleet.ps.table.shard import Piece
@@ -151,16 +152,12 @@ class Replica:
     def missing(self, index: int, ids: Ids) -> Ids:
         return self._tables[index].missing(ids)
 
-    def train(
-        self, update: Callable[[], None], rows: Callable[[], Mapping[int, Rows]], fetch: Callable[[int, Ids], Array]
-    ) -> None:
-        """Take one step: ``update`` runs the user's optimizers, ``rows`` returns the gradients of rows, and ``fetch``
-        brings rows of a table from the servers."""
+    def train(self, update: Callable[[], None], rows: Callable[[], Mapping[int, Rows]]) -> None:
+        """Take one step: ``update`` runs the user's optimizers, and ``rows`` returns the gradients that these leave for
+        rows, all of which are held."""
         with self._described.steps_without_tables():
             update()
-        left = rows()  # what hooks of these have made of them
-        self.hold(left, fetch)
-        for index, (ids, grads) in left.items():
+        for index, (ids, grads) in rows().items():
             options = self._described.option_values(self._described.spec.tables[index].group)
             self._tables[index].train(ids, grads, options)
 
@@ -297,14 +294,22 @@ class GeoTraining:
             self._gradients.dense()
         if self._progress.repeated_steps == 0:
             self._agree(self.replica)
-        self.replica.hold(self._gradients.rows(), self._fetch_rows)  # before anything changes, as this may fail
+        rows = self._held_rows(self.replica)  # before anything changes, as this may fail
+        has_hooks = any(map(hooks_before, self._trained.description.optimizers))
+        left = partial(self._held_rows, self.replica) if has_hooks else lambda: rows
         with uninterrupted():  # or dense parameters would have taken the step, and rows not, or nobody would count it
-            self.replica.train(update, self._gradients.rows, self._fetch_rows)
+            self.replica.train(update, left)
             state = self._gradients.end_step()
             self._unsent += 1
             self._state = self._state if state is None else state
         if self._unsent >= (self._progress.repeated_steps or self._steps_per_push):
             self._agree(self.replica)
+
+    def _held_rows(self, replica: Replica) -> Mapping[int, Rows]:
+        """Return the gradients of rows as they are now, when all of these rows are held."""
+        rows = self._gradients.rows()
+        replica.hold(rows, self._fetch_rows)
+        return rows
 
     def flush(self, *, edits: bool) -> None:
         """Tell the servers of everything that this worker has trained, and with ``edits`` of what its script alone has

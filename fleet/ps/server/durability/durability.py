@@ -181,7 +181,7 @@ class Durability:
         try:
             self._directory.record(kind, record)
         except OSError as error:
-            wanted = f"{sum(map(len, record))} more bytes of its journal"
+            wanted = f"{sum(memoryview(each).nbytes for each in record)} more bytes of its journal"
             raise self._end_as(self._cannot_keep(error, wanted), job, outbox) from None
 
     def secure(self, *, surely: bool) -> FleetError | None:
