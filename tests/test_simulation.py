@@ -52,6 +52,14 @@ MOVES_TO_TWO = Setting(
 )
 
 FOUND = {
+    # A push had not come to the second server, and its worker waited for the first one's answer, which stood still until
+    # the second had it: for as long as the deadline, as nobody looked at the broken line.
+    "a line that broke while its worker waited for another server": Scenario(
+        3004851,
+        Setting("ssp", 2, 2, 7, "SGD", durable="always", sync_s=0.01, moves_at=4, moves_to=3),
+        (Fault(39, TWICE), Fault(52, LOST), Fault(94, LOST), Fault(124, TWICE), Fault(172, LOST)),
+        preemption=0.1,
+    ),
     # The first server had lost that a checkpoint was done, and its writer waited for itself before the next one.
     "a checkpoint whose end was lost, before the next one": Scenario(
         3002079,

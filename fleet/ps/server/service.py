@@ -187,7 +187,9 @@ class Service:
             self._moving.refuse_left(self.job)
             meeting, broken = (0, 0) if self.job is None else self._meetings.heard(self.job, request)
             wanted = self._wanted.of(request.worker)
-            respond(Frame(pb.Reply(about=self.absent(), meeting=meeting, broken=broken, wanted_servers=wanted)))
+            lacks = self._moving.lacks(self.job, request.worker)
+            told = pb.Reply(about=self.absent(), meeting=meeting, broken=broken, wanted_servers=wanted, lacks=lacks)
+            respond(Frame(told))
             return None
         if kind == "status":
             respond(Frame(pb.Reply(about=json.dumps(self.status()))))

@@ -466,7 +466,7 @@ class Release(_message.Message):
     def __init__(self, name: _Optional[str] = ..., failure: _Optional[str] = ...) -> None: ...
 
 class Reply(_message.Message):
-    __slots__ = ["about", "broken", "buffers", "changed", "clock", "cursor", "cuts", "delivered", "direct", "error", "gathered", "gone", "granted", "initialized", "loads", "meeting", "moves", "news", "norms", "others_give", "row_counts", "steps", "table_clocks", "tensors", "version", "wanted", "wanted_servers"]
+    __slots__ = ["about", "broken", "buffers", "changed", "clock", "cursor", "cuts", "delivered", "direct", "error", "gathered", "gone", "granted", "initialized", "lacks", "loads", "meeting", "moves", "news", "norms", "others_give", "row_counts", "steps", "table_clocks", "tensors", "version", "wanted", "wanted_servers"]
     class GoneEntry(_message.Message):
         __slots__ = ["key", "value"]
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -488,6 +488,7 @@ class Reply(_message.Message):
     GONE_FIELD_NUMBER: _ClassVar[int]
     GRANTED_FIELD_NUMBER: _ClassVar[int]
     INITIALIZED_FIELD_NUMBER: _ClassVar[int]
+    LACKS_FIELD_NUMBER: _ClassVar[int]
     LOADS_FIELD_NUMBER: _ClassVar[int]
     MEETING_FIELD_NUMBER: _ClassVar[int]
     MOVES_FIELD_NUMBER: _ClassVar[int]
@@ -515,6 +516,7 @@ class Reply(_message.Message):
     gone: _containers.ScalarMap[int, int]
     granted: bool
     initialized: bool
+    lacks: int
     loads: int
     meeting: int
     moves: int
@@ -528,7 +530,7 @@ class Reply(_message.Message):
     version: int
     wanted: str
     wanted_servers: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, version: _Optional[int] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., initialized: bool = ..., delivered: _Optional[int] = ..., granted: bool = ..., cursor: _Optional[str] = ..., about: _Optional[str] = ..., steps: _Optional[int] = ..., clock: _Optional[int] = ..., table_clocks: _Optional[_Iterable[int]] = ..., changed: _Optional[_Iterable[int]] = ..., direct: _Optional[_Union[DirectAddress, _Mapping]] = ..., gathered: _Optional[int] = ..., moves: _Optional[int] = ..., loads: _Optional[int] = ..., wanted: _Optional[str] = ..., others_give: bool = ..., cuts: _Optional[_Iterable[int]] = ..., meeting: _Optional[int] = ..., broken: _Optional[int] = ..., buffers: _Optional[_Iterable[_Union[Buffer, _Mapping]]] = ..., gone: _Optional[_Mapping[int, int]] = ..., norms: _Optional[_Iterable[_Union[Norm, _Mapping]]] = ..., news: _Optional[_Union[News, _Mapping]] = ..., wanted_servers: _Optional[_Iterable[str]] = ..., row_counts: _Optional[_Iterable[int]] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
+    def __init__(self, version: _Optional[int] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., initialized: bool = ..., delivered: _Optional[int] = ..., granted: bool = ..., cursor: _Optional[str] = ..., about: _Optional[str] = ..., steps: _Optional[int] = ..., clock: _Optional[int] = ..., table_clocks: _Optional[_Iterable[int]] = ..., changed: _Optional[_Iterable[int]] = ..., direct: _Optional[_Union[DirectAddress, _Mapping]] = ..., gathered: _Optional[int] = ..., moves: _Optional[int] = ..., loads: _Optional[int] = ..., wanted: _Optional[str] = ..., others_give: bool = ..., cuts: _Optional[_Iterable[int]] = ..., meeting: _Optional[int] = ..., broken: _Optional[int] = ..., buffers: _Optional[_Iterable[_Union[Buffer, _Mapping]]] = ..., gone: _Optional[_Mapping[int, int]] = ..., norms: _Optional[_Iterable[_Union[Norm, _Mapping]]] = ..., news: _Optional[_Union[News, _Mapping]] = ..., wanted_servers: _Optional[_Iterable[str]] = ..., lacks: _Optional[int] = ..., row_counts: _Optional[_Iterable[int]] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
 
 class Request(_message.Message):
     __slots__ = ["abort", "beat", "bye", "changes", "choose", "claim", "clip", "cut", "direct", "export", "extend", "fetch", "fill", "follow", "gather", "give", "group", "halt", "hello", "incarnation", "load", "look", "meet", "part", "place", "pull", "push", "rank", "ready", "rearrange", "recall", "release", "save", "settle", "shrink", "stage", "status", "step", "survey", "switch", "tensors", "together", "unfollow", "upload", "where", "worker"]

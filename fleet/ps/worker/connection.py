@@ -99,7 +99,8 @@ class Connection:
         self._worker = worker
         self._incarnation = incarnation
         self._lock = threading.Lock()
-        self._under_way: set[Call] = set()
+        #: what nobody may have read the answers to yet
+        self._under_way: dict[Call, Frame] = {}
         self._failure: FleetError | None = None
         self._last_heard = clock.now()
         self._logs_absent = logs_absent
@@ -107,6 +108,7 @@ class Connection:
         self._wait: Wait | None = None
         self._closing = threading.Event()
         self._heartbeat: threading.Thread | None = None
+        self._repeating: threading.Thread | None = None
         #: by its last heartbeat, the number of the group that somebody waits for, and of the last one that broke
         self.meeting = self.broken_group = 0
         #: what the last heartbeats took
@@ -278,6 +280,24 @@ class Connection:
         self._log_absent_workers(reply.message.about)
         self.meeting, self.broken_group = reply.message.meeting, reply.message.broken
         self.wanted_servers = tuple(reply.message.wanted_servers)
+        if reply.message.lacks:
+            self._repeat(reply.message.lacks)
+
+    def _repeat(self, step: int) -> None:
+        """Send once more what the server lacks of the push of a step. Its line may have broken, and the thread that
+        would notice waits for another server, where nobody gets an answer before this one has the push."""
+        with self._lock:
+            frames = [each for each in self._under_way.values() if _is_push_of(step, each)]
+        if frames and (self._repeating is None or not self._repeating.is_alive()):
+            name = f"fleet-repeat-{self._worker}-{self.endpoint}"
+            self._repeating = threading.Thread(target=self._send_each, args=(frames,), name=name, daemon=True)
+            self._repeating.start()
+
+    def _send_each(self, frames: Sequence[Frame]) -> None:
+        """Send requests for the answers to which somebody else waits, or asks again."""
+        for frame in frames:
+            with contextlib.suppress(TransportError, FleetError):
+                self._channel.start(frame, self.deadline_s).result()
 
     def _log_absent_workers(self, absent: str) -> None:
         """Log from time to time for whom a request of this worker waits, while the job is not complete."""
@@ -319,7 +339,7 @@ class Connection:
             call = self._channel.start(frame, ahead=ahead)
             with self._lock:
                 if self._failure is None:
-                    self._under_way.add(call)
+                    self._under_way[call] = frame
                     self.sent_bytes += nbytes
                     return call
             _give_up(call)
@@ -341,7 +361,7 @@ class Connection:
     def end(self, call: Call) -> None:
         """Note that nobody waits for this call any more."""
         with self._lock:
-            self._under_way.discard(call)
+            self._under_way.pop(call, None)
 
     @property
     def failure(self) -> FleetError | None:
@@ -400,6 +420,11 @@ class Connection:
             got=f"{error}, {attempts} times (FLAGS_rpc_retry_times={self._settings.rpc_retry_times})",
             todo="Look at the server's log.",
         )
+
+
+def _is_push_of(step: int, frame: Frame) -> bool:
+    message = frame.message
+    return bool(message.WhichOneof("kind") in ("part", "push") and message.step == step)
 
 
 def _give_up(call: Call) -> None:
