@@ -10,16 +10,13 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
+from simulation.disk import tiny_tiers as tiny_tiers  # which the simulation needs as well
 
 from fleet import Checkpoints, Fleet
 from fleet.base import exit_guard
 from fleet.ps.server.durability.durability import Durability
 from fleet.ps.server.service import Service
-from fleet.ps.table import stores as tiers
-from fleet.ps.table import tiered_store
 from fleet.ps.table.given import Given
-from fleet.ps.table.memory_budget import Account
 from fleet.ps.table.shard import Shard
 from fleet.ps.table.stores import Stores, TieredStores
 
@@ -225,17 +222,6 @@ def move_given(one: Given, other: Given) -> None:
 
 
 # ---------------------------------------------------------------- rows in files
-
-
-def tiny_tiers(patch: pytest.MonkeyPatch, rows: int = 8, segment_bytes: int = 4096, *, full: bool = True) -> None:
-    """Let servers that have a memory budget keep so few rows of a table in memory, more only while the budget is not
-    ``full``, and write small segments."""
-    patch.setattr(tiered_store, "LEAST_FRAMES", rows)
-    patch.setattr(tiered_store, "_LEAVING", 2)
-    patch.setattr(tiers, "_SMALLEST", segment_bytes)
-    patch.setattr(tiers, "_LARGEST", segment_bytes)
-    if full:
-        patch.setattr(Account, "left", property(lambda _: 0))
 
 
 def abandon(stores: Stores) -> None:

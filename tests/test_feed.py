@@ -260,6 +260,8 @@ RELAXED: dict[str, Any] = {
     "ssp": lambda: StrategyFactory.create_ssp_strategy(2),
     "geo": lambda: StrategyFactory.create_geo_strategy(update_frequency=2),
     "dc_asgd": lambda: StrategyFactory.create_async_strategy(dc_asgd_lambda=0.02),
+    "elastic async": lambda: StrategyFactory.create_async_strategy(elastic=True),
+    "elastic gba": lambda: StrategyFactory.create_gba_strategy(elastic=True),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from simulation.scenario import (
     CLOCK,
     CUT,
     CUT_IN,
+    ELASTIC,
     KILL,
     LOST,
     PAUSE,
@@ -28,6 +30,9 @@ from simulation.scenario import (
 from simulation.scheduler import Process, Scheduler, Thread
 from simulation.story import shrunk, told
 from simulation.threads import Condition, Event, Lock, installed
+
+from fleet.ps.table.row_file import Reading, RowFile
+from fleet.ps.table.tiered_store import TieredStore
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -52,8 +57,12 @@ MOVES_TO_TWO = Setting(
 )
 
 FOUND = {
-    # A push had not come to the second server, and its worker waited for the first one's answer, which stood still until
-    # the second had it: for as long as the deadline, as nobody looked at the broken line.
+    # Servers told a follower of an elastic job that it has no workers, which the follower took for impossible.
+    "a model that follows a job that workers may join": Scenario(
+        3020052, Setting("gba", 2, 2, 4, follower=True, joins=1, joins_at=1)
+    ),
+    # A push had not come to the second server. Its worker waited for the first one, which stood still until the second
+    # had that push: for as long as the deadline, as nobody looked at the broken line.
     "a line that broke while its worker waited for another server": Scenario(
         3004851,
         Setting("ssp", 2, 2, 7, "SGD", durable="always", sync_s=0.01, moves_at=4, moves_to=3),
@@ -246,6 +255,31 @@ def test_a_job_in_which_nothing_goes_wrong(tmp_path: Path) -> None:
     assert outcome.told.done == {(worker, step) for worker in range(3) for step in range(5)}
 
 
+@pytest.mark.parametrize("mode", ELASTIC)
+def test_workers_join_and_leave(mode: str, tmp_path: Path) -> None:
+    """They begin when they are to, train, and are gone when the others are not."""
+    setting = Setting(mode, workers=2, servers=2, steps=6, joins=2, joins_at=3)
+    outcome = run(Scenario(1, setting), tmp_path / "job")
+    assert not broken(outcome)
+    assert outcome.told.ends.keys() == {0, 1}
+    assert outcome.told.done == {(worker, step) for worker in range(4) for step in range(6)}
+
+
+def test_rows_go_to_files_and_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All numbers are those of a job with all rows in memory."""
+    done = Counter[str]()
+
+    def counted(owner: type, name: str) -> None:
+        act = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: (done.update([name]), act(*args))[1])
+
+    for owner, name in ((RowFile, "_write"), (Reading, "run"), (TieredStore, "rewrite")):
+        counted(owner, name)
+    setting = Setting(workers=3, servers=1, optimizer="Adagrad", rows_in_memory=4)
+    assert not broken(run(Scenario(1, setting), tmp_path / "job"))
+    assert min(done[name] for name in ("_write", "run", "rewrite")) > 0
+
+
 def test_steps_that_one_server_goes_on_without_are_not_taken_again(tmp_path: Path) -> None:
     """The other one has them. Their worker was killed when the first had made them up."""
     setting = Setting("async", 1, 2, 30, "SGD", durable="os", sync_s=0.1)
@@ -357,6 +391,14 @@ ON_PURPOSE = {
     ),
     "a worker is given up on after three heartbeats": Scenario(
         2, Setting(workers=1, servers=1, steps=7), (Fault(60, PAUSE, "worker0", 5.0),)
+    ),
+    "a server that starts again does not know who has joined": Scenario(
+        1,
+        Setting("async", 1, 1, 8, durable="always", journal_bytes=2000, joins=1, joins_at=2),
+        (Fault(80, KILL, "server0", 0.1),),
+    ),
+    "a row that has changed since it was read leaves memory as it was": Scenario(
+        1, Setting(workers=1, servers=1, steps=12, rows_in_memory=4)
     ),
     "a request whose line broke is not repeated": Scenario(
         0, Setting(workers=1, servers=1, steps=5), (Fault(47, LOST),)

@@ -14,6 +14,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from fleet.ps.server.durability import state_directory
+from fleet.ps.table import stores as tiers
+from fleet.ps.table import tiered_store
+from fleet.ps.table.memory_budget import Account
+
 #: What a disk writes as a whole.
 _PAGE_BYTES = 4096
 
@@ -49,13 +56,17 @@ class Disk:
         if self.is_full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    def take_time(self, sleep: Callable[[float], object]) -> None:
+        """Let it take its time until something is on the disk."""
+        if self._sync_s:
+            sleep(self._draw_time.uniform(0.0, self._sync_s))
+
     def sync(self, descriptor: int, sleep: Callable[[float], object]) -> None:
         """Put on the disk what is there by now; what comes meanwhile may be lost."""
         status = os.fstat(descriptor)
         is_folder = os.path.isdir(f"/proc/self/fd/{descriptor}")
         names = os.listdir(descriptor) if is_folder else []
-        if self._sync_s:
-            sleep(self._draw_time.uniform(0.0, self._sync_s))
+        self.take_time(sleep)
         if self.lies:
             return
         if is_folder:
@@ -149,6 +160,22 @@ class Disk:
             path.write_bytes(data)
 
 
+def tiny_journals(patch: pytest.MonkeyPatch, nbytes: int) -> None:
+    """Let durable servers take a snapshot when a journal has so many bytes."""
+    patch.setattr(state_directory, "JOURNAL_BYTES", nbytes)
+
+
+def tiny_tiers(patch: pytest.MonkeyPatch, rows: int = 8, segment_bytes: int = 4096, *, full: bool = True) -> None:
+    """Let servers that have a memory budget keep so few rows of a table in memory, more only while the budget is not
+    ``full``, and write small segments."""
+    patch.setattr(tiered_store, "LEAST_FRAMES", rows)
+    patch.setattr(tiered_store, "_LEAVING", 2)
+    for name in ("_SMALLEST", "_LARGEST", "_PAGE"):
+        patch.setattr(tiers, name, segment_bytes)
+    if full:
+        patch.setattr(Account, "left", property(lambda _: 0))
+
+
 def stands_for_os(
     disk_of: Callable[[], Disk | None], check: Callable[[], Any], sleep: Callable[[float], object]
 ) -> dict[str, Any]:
@@ -185,13 +212,21 @@ def stands_for_os(
         if disk is not None:
             disk.sync(descriptor, sleep)
 
-    writes = ("write", "writev", "pwrite", "pwritev")
+    def pwrite(*args: Any) -> int:
+        disk = disk_of()
+        if disk is not None:
+            disk.take_time(sleep)
+        return write_rows(*args)
+
+    write_rows = checked(os.pwrite, takes_room=True)
+    writes = ("write", "writev")
     changes = ("rename", "replace", "unlink", "remove", "rmdir", "ftruncate", "truncate", "mkdir", "makedirs", "link")
     return {
         "open": open_,
         "close": close,
         "fsync": fsync,
         "fdatasync": fsync,
+        "pwrite": pwrite,
         "setpriority": lambda *_: None,  # all would wait for a thread that gives way to others outside
         **{name: checked(getattr(os, name), takes_room=True) for name in writes},
         **{name: checked(getattr(os, name), takes_room=False) for name in changes},

@@ -108,7 +108,7 @@ def _every_step_once(outcome: Outcome, end: dict[str, torch.Tensor]) -> Iterator
     usual = noted(_undisturbed(plain), plain)
     for what, values, before in zip(("the parameter", "the rows"), noted(end, setting), usual, strict=True):
         once = before[before != 0][:1]
-        for worker in range(setting.workers):
+        for worker in range(setting.all_workers):
             for step in range(setting.steps):
                 value = values[worker, step]
                 if value == 0 and (setting.mode in _DROPS or outcome.scenario.may_fail):

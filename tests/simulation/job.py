@@ -6,11 +6,12 @@ import contextlib
 import hashlib
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 import torch._dynamo  # the first optimizer would import it
 
@@ -21,7 +22,6 @@ from fleet.checkpoint.inspection import WEIGHT, Problem, Rows, parameters, verif
 from fleet.checkpoint.places import place_at
 from fleet.checkpoint.series import complete
 from fleet.errors import CheckpointError, FleetError
-from fleet.ps.server.durability import state_directory
 from fleet.role_maker import Role, UserDefinedRoleMaker
 from fleet.serving.followed_model import FollowedModel
 from fleet.serving.follower import Follower
@@ -29,7 +29,7 @@ from fleet.serving.server_source import ServerSource
 from fleet.strategy.parameter_server import Strategy, StrategyFactory
 
 from . import scenario as kinds
-from .disk import Disk
+from .disk import Disk, tiny_journals, tiny_tiers
 from .network import Message, Wires
 from .scenario import Fault, Scenario, Setting
 from .scheduler import Process, Scheduler, Thread
@@ -53,6 +53,12 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "dc_asgd": lambda: StrategyFactory.create_async_strategy(dc_asgd_lambda=0.5),
 }
 
+ELASTIC: dict[str, Callable[[], Strategy]] = {
+    "async": lambda: StrategyFactory.create_async_strategy(elastic=True),
+    "half_async": lambda: StrategyFactory.create_half_async_strategy(max_merge_var_num=3, elastic=True),
+    "gba": lambda: StrategyFactory.create_gba_strategy(elastic=True),
+}
+
 
 #: Under these names an end has the steps as its worker has them, where that is not as the servers do; which rows of the
 #: table that all share it holds, and what it takes the servers to have of them.
@@ -66,7 +72,7 @@ class Model(torch.nn.Module):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__()
-        self.steps = torch.nn.Parameter(torch.zeros(setting.workers, setting.steps))
+        self.steps = torch.nn.Parameter(torch.zeros(setting.all_workers, setting.steps))
         self.rows = fleet.nn.Embedding(None, 1, initializer="zeros")
         self.shared = torch.nn.Embedding(40, 4, sparse=True)
         self.head = torch.nn.Linear(4, 1)
@@ -82,12 +88,13 @@ def place(worker: int, step: int) -> int:
 
 
 def ids_of(setting: Setting) -> torch.Tensor:
-    return torch.tensor([[place(worker, step) for step in range(setting.steps)] for worker in range(setting.workers)])
+    steps, workers = range(setting.steps), range(setting.all_workers)
+    return torch.tensor([[place(worker, step) for step in steps] for worker in workers])
 
 
 def noted(state: dict[str, torch.Tensor], setting: Setting) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what has become of every worker's every step, by the dense parameter and by the rows."""
-    rows = torch.zeros(setting.workers * 1000)
+    rows = torch.zeros(setting.all_workers * 1000)
     rows[state["rows.ids"]] = state["rows.weight"][:, 0]
     return state["steps"], rows[ids_of(setting)]
 
@@ -213,6 +220,8 @@ class Simulation:
         self._faults = {fault.moment: fault for fault in reversed(scenario.faults)}
         acts = {"server": self._serve, "worker": self._work, "follower": self._follow}
         self.lives = {name: _Life(self, name, acts[name.rstrip("0123456789")]) for name in setting.names}
+        self._first = [self.lives[f"worker{index}"] for index in range(setting.workers)]
+        self._joining = [self.lives[f"worker{setting.workers + index}"] for index in range(setting.joins)]
         self._endpoints = _endpoints(setting.servers)
         self._environ = {
             "FLEET_JOB_ID": "simulated",
@@ -222,7 +231,7 @@ class Simulation:
             "FLEET_STARTUP_DEADLINE_S": f"{kinds.DEADLINE_S * (10 if setting.moves_at else 1)}",
             "FLAGS_rpc_retry_times": "1000000",
         }
-        if setting.durable:
+        if setting.durable or setting.rows_in_memory:
             for life in self.lives.values():
                 if life.name.startswith("server"):
                     life.disk = Disk(folder / life.name, f"{scenario.seed} {life.name}", self._moment, setting.sync_s)
@@ -231,13 +240,17 @@ class Simulation:
 
     def _fleet(self, life: _Life, role: Role) -> Fleet:
         environ = dict(self._environ)
-        if life.disk is not None:
+        if life.disk is not None and self.setting.durable:
             environ |= {"FLEET_DURABLE_DIR": str(life.disk.folder), "FLEET_DURABLE_SYNC": self.setting.durable}
+        if life.disk is not None and self.setting.rows_in_memory:
+            environ |= {"FLEET_TABLE_DIR": str(self.folder / "rows" / life.name), "FLEET_TABLE_MEMORY_MB": "64"}
         life.fleet = Fleet(environ=environ, network=self.wires.of(life.process))
         index = int(life.name[len("worker") :])
         comes_later = role is Role.SERVER and index >= self.setting.servers
         endpoints = _endpoints(self.setting.moves_to) if comes_later else self._endpoints
-        life.fleet.init(UserDefinedRoleMaker(index, role, self.setting.workers, endpoints))
+        is_late = role is Role.WORKER and index >= self.setting.workers
+        workers = self.setting.all_workers if is_late else self.setting.workers
+        life.fleet.init(UserDefinedRoleMaker(index, role, workers, endpoints))
         return life.fleet
 
     def _serve(self, life: _Life) -> None:
@@ -246,18 +259,22 @@ class Simulation:
         here.run_server()
 
     def _work(self, life: _Life) -> None:
-        here, setting, told = self._fleet(life, Role.WORKER), self.setting, self.told
+        setting, told = self.setting, self.told
+        if not self._may_join(life):
+            return
+        here = self._fleet(life, Role.WORKER)
         worker = here.worker_index()
         try:
             torch.manual_seed(1)
             model = Model(setting)
             kind = getattr(torch.optim, setting.optimizer)
-            optimizer = here.distributed_optimizer(
-                kind(model.parameters(), lr=0.5), STRATEGIES[setting.mode](), model=model
-            )
+            strategy = (ELASTIC if setting.joins else STRATEGIES)[setting.mode]()
+            optimizer = here.distributed_optimizer(kind(model.parameters(), lr=0.5), strategy, model=model)
             here.init_worker()
-            begin = here.resume_step()
-            told.begins.append((worker, begin, sum(each == worker for each, _ in told.done)))
+            begin = setting.steps  # of one that was killed in its goodbye
+            if worker not in told.through:
+                begin = here.resume_step()
+                told.begins.append((worker, begin, sum(each == worker for each, _ in told.done)))
             saving = self._checkpoints(here)
             for step in range(begin, setting.steps):
                 if worker == 0 and step == setting.moves_at > 0:
@@ -269,6 +286,10 @@ class Simulation:
                 _save(saving, "after_step")
                 self.scheduler.block(self.wires.draw.uniform(*_THINKS_S))
             _save(saving, "close")
+            if worker >= setting.workers:
+                told.through.add(worker)
+                here.stop_worker()
+                return
             self._await_others(here)
             agreed = _agreed(here) if setting.mode == "geo" else {}
             told.ends[worker] = {**here.state_dict(model), **agreed}
@@ -285,9 +306,20 @@ class Simulation:
         with contextlib.suppress(FleetError):
             here.resize_servers(_endpoints(self.setting.moves_to))
 
+    def _may_join(self, life: _Life) -> bool:
+        """Wait until a worker is to join the job, if it does not begin with it; say whether the job is still there."""
+        if life not in self._joining:
+            return True
+        while len(self.told.done) < self.setting.joins_at * self.setting.workers and not self._is_over(self._first):
+            self.scheduler.block(0.01)
+        return not self._is_over(self._first)
+
     def _await_others(self, here: Fleet) -> None:
         """Wait until all steps are done. In turns, a worker that starts again may have a step left when others are at a
-        barrier, and needs them in it: there they wait without a word to the servers."""
+        barrier, and needs them in it: there they wait without a word to the servers. So they do for those who have
+        joined, and leave."""
+        while not self._is_over(self._joining):
+            self.scheduler.block(0.01)
         if self.setting.mode != "auto":
             here.barrier_worker()
         self.told.through.add(here.worker_index())
@@ -321,7 +353,11 @@ class Simulation:
 
     @property
     def _workers_are_over(self) -> bool:
-        return all(life.has_ended for life in self.lives.values() if life.name.startswith("worker"))
+        return self._is_over([life for life in self.lives.values() if life.name.startswith("worker")])
+
+    @staticmethod
+    def _is_over(lives: Iterable[_Life]) -> bool:
+        return all(life.has_ended for life in lives)
 
     # ---------------------------------------------------------------- what befalls it
 
@@ -369,7 +405,10 @@ class Simulation:
     # ---------------------------------------------------------------- the run
 
     def run(self) -> Outcome:
-        with installed(self.scheduler, self.scenario.seed), self._small_journals():
+        with installed(self.scheduler, self.scenario.seed), pytest.MonkeyPatch.context() as patch:
+            tiny_journals(patch, self.setting.journal_bytes)
+            if self.setting.rows_in_memory:
+                tiny_tiers(patch, self.setting.rows_in_memory, 512)
             for life in self.lives.values():
                 life.start()
             until = PATIENCE_S
@@ -415,15 +454,6 @@ class Simulation:
                 "rows.weight": torch.from_numpy(values),
             }
             self.told.saved.append((checkpoint.manifest.version, *noted(state, self.setting)))
-
-    @contextlib.contextmanager
-    def _small_journals(self) -> Iterator[None]:
-        before = state_directory.JOURNAL_BYTES
-        state_directory.JOURNAL_BYTES = self.setting.journal_bytes
-        try:
-            yield
-        finally:
-            state_directory.JOURNAL_BYTES = before
 
 
 def _endpoints(servers: int) -> list[str]:

@@ -1,7 +1,8 @@
 """Puts faults into the product on purpose, to see after how many seeds the simulation finds each.
 
 Every fault is one that the product has had, or might have: a line that is missing, a condition that is off by one, two
-things in the wrong order. While its context is entered the product has it. A job that nothing befalls does not notice.
+things in the wrong order. While its context is entered the product has it. Jobs that nothing befalls do not
+notice, if their rows all lie in memory.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from fleet.base import clock
 from fleet.ps.consistency import ssp
 from fleet.ps.consistency.arrival_gate import ArrivalGate
 from fleet.ps.consistency.gate import Apply, Effect
-from fleet.ps.consistency.membership import Standing
+from fleet.ps.consistency.membership import Membership, Standing
 from fleet.ps.consistency.sync import SyncGate
 from fleet.ps.server import members
 from fleet.ps.server.durability import durability, snapshot, state_directory
@@ -28,6 +29,7 @@ from fleet.ps.server.handshake import Handshake
 from fleet.ps.server.job import Job, Rounds
 from fleet.ps.server.pending import Arrival, Waiting
 from fleet.ps.server.step_requests import StepRequests
+from fleet.ps.table.tiered_store import TieredStore
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.transport import TransportError
 from fleet.ps.worker.communicator import Communicator
@@ -311,9 +313,29 @@ def _() -> Iterator[None]:
         yield
 
 
+@fault("a server that starts again does not know who has joined")
+def _() -> Iterator[None]:
+    restore = Membership.restore
+
+    def forget(self: Membership, records: Any, now: float) -> None:
+        restore(self, [each for each in records if self.standing(each[0]) is not None], now)
+
+    with put(Membership, "restore", forget):
+        yield
+
+
 @fault("silence is measured by the time of day")
 def _() -> Iterator[None]:
     with put(clock.SystemClock, "now", lambda self: clock.wall_time()):
+        yield
+
+
+# ---------------------------------------------------------------- rows in files
+
+
+@fault("a row that has changed since it was read leaves memory as it was")
+def _() -> Iterator[None]:
+    with put(TieredStore, "write", lambda self, slots: None):
         yield
 
 

@@ -29,6 +29,8 @@ LONGEST_S = 6.0
 FOLLOWER = "follower0"
 
 MODES = ("sync", "async", "half_async", "ssp", "gba", "auto", "geo", "dc_asgd")
+#: In these workers may join a running job, and leave it.
+ELASTIC = ("async", "half_async", "gba")
 
 
 @dataclass(frozen=True, order=True)
@@ -70,11 +72,20 @@ class Setting:
     #: before which step worker 0 moves the job to the first so many servers; never if 0
     moves_at: int = 0
     moves_to: int = 0
+    #: workers that join the job when the others have done so many steps, and leave it when they have done theirs
+    joins: int = 0
+    joins_at: int = 0
+    #: rows of each table that a server keeps in memory; all of them if 0
+    rows_in_memory: int = 0
+
+    @property
+    def all_workers(self) -> int:
+        return self.workers + self.joins
 
     @property
     def names(self) -> list[str]:
         names = [f"server{index}" for index in range(max(self.servers, self.moves_to))]
-        names += [f"worker{index}" for index in range(self.workers)]
+        names += [f"worker{index}" for index in range(self.all_workers)]
         return [*names, FOLLOWER] if self.follower else names
 
 
@@ -126,11 +137,21 @@ def drawn(seed: int, *, share: float = 0.05) -> Scenario:
     if draw.random() < 0.3:
         moves_at, moves_to = draw.randint(1, setting.steps - 1), draw.randint(1, 3)
         setting = replace(setting, moves_at=moves_at, moves_to=moves_to)
+    draw_more = random.Random(f"joins, memory {seed}")
+    if mode in ELASTIC and draw_more.random() < 0.4:
+        setting = replace(setting, joins=draw_more.randint(1, 2), joins_at=draw_more.randint(0, setting.steps))
+    if draw_more.random() < 0.3:
+        setting = replace(setting, rows_in_memory=draw_more.choice((4, 8, 16)))
     return Scenario(seed, setting, draw_faults(setting, draw, share), draw.choice((0.0, 0.01, 0.1)))
 
 
+def moments_of(setting: Setting) -> int:
+    """Return about how many moments a job has."""
+    return setting.steps * setting.all_workers * setting.servers * 5 + 40
+
+
 def draw_faults(setting: Setting, draw: random.Random, share: float) -> tuple[Fault, ...]:
-    moments = setting.steps * setting.workers * setting.servers * 5 + 40
+    moments = moments_of(setting)
     faults = [
         Fault(moment, draw.choice(MESSAGE_FAULTS)) for moment in range(moments) if draw.random() < share * draw.random()
     ]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from .job import Outcome
-from .scenario import FOLLOWER, MESSAGE_FAULTS, Fault, Scenario
+from .scenario import FOLLOWER, MESSAGE_FAULTS, Fault, Scenario, moments_of
 
 #: What of a run is tried while a scenario is made shorter.
 _MOST_TRIALS = 150
@@ -55,6 +55,10 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
         yield replace(scenario, preemption=0.0)
     if setting.moves_at:
         yield replace(scenario, setting=replace(setting, moves_at=0, moves_to=0))
+    if setting.joins and f"worker{setting.all_workers - 1}" not in {fault.whom for fault in scenario.faults}:
+        yield replace(scenario, setting=replace(setting, joins=setting.joins - 1))
+    if setting.rows_in_memory:
+        yield replace(scenario, setting=replace(setting, rows_in_memory=0))
     if setting.sync_s:
         yield replace(scenario, setting=replace(setting, sync_s=0.0))
     if setting.checkpoint_every:
@@ -62,16 +66,18 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
     if setting.follower and FOLLOWER not in {fault.whom for fault in scenario.faults}:
         yield replace(scenario, setting=replace(setting, follower=False))
     for steps in sorted({setting.steps // 2, setting.steps - 1}):
-        if 0 < steps < setting.steps and last < steps * setting.workers * setting.servers * 5 + 40:
-            yield replace(scenario, setting=replace(setting, steps=steps))
+        shorter = replace(setting, steps=steps)
+        if 0 < steps < setting.steps and last < moments_of(shorter):
+            yield replace(scenario, setting=shorter)
     named = {fault.whom for fault in scenario.faults}
     for kind, count in (("workers", setting.workers), ("servers", setting.servers)):
-        if count > 1 and f"{kind[:-1]}{count - 1}" not in named:
+        last_one = f"{kind[:-1]}{count - 1 + (setting.joins if kind == 'workers' else 0)}"
+        if count > 1 and last_one not in named:
             yield replace(scenario, setting=replace(setting, **{kind: count - 1}))
     for at, fault in enumerate(scenario.faults):
         if fault.for_s > 0.1 and fault.kind not in MESSAGE_FAULTS:
-            shorter = replace(fault, for_s=round(fault.for_s / 2, 2))
-            yield replace(scenario, faults=(*scenario.faults[:at], shorter, *scenario.faults[at + 1 :]))
+            briefer = replace(fault, for_s=round(fault.for_s / 2, 2))
+            yield replace(scenario, faults=(*scenario.faults[:at], briefer, *scenario.faults[at + 1 :]))
 
 
 def told(outcome: Outcome, wrong: Sequence[str], *, heartbeats: bool = False) -> str:

@@ -12,11 +12,13 @@ import pkgutil
 import random
 import secrets
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -24,6 +26,7 @@ import fleet
 from fleet.base import exit_guard
 from fleet.numeric import jit
 from fleet.numeric.elementary import find_elementary_functions
+from fleet.ps.table.stores import TieredStores
 
 from .disk import stands_for_os
 from .scheduler import Killed, Scheduler, Thread
@@ -450,6 +453,8 @@ def installed(running: Scheduler, seed: int) -> Iterator[None]:
     }
     if not _places:
         find_elementary_functions()  # once in this process, as compiling
+        with tempfile.TemporaryDirectory(prefix="fleet-simulation-") as folder:
+            TieredStores(Path(folder), "compiled", 1 << 30, 1.0).close()
         for names in map(vars, import_all()):
             there = [(name, value) for name, value in names.items() if id(value) in stands or isinstance(value, _LOCKS)]
             _places.extend((names, name, value) for name, value in there)

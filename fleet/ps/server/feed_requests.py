@@ -59,7 +59,9 @@ class FeedRequests:
                 todo="Follow the directory of its checkpoints (fleet.Checkpoints) instead.",
             )
         job.feed.join(arrival.request.incarnation, self._clock.now())
-        arrival.answer(pb.Reply(initialized=True, version=job.version, about=plan.spec.common.to_json()))
+        # Servers of an elastic job may have been told different numbers of workers, and a follower needs none.
+        spec = plan.spec.among(1) if settings.elastic else plan.spec
+        arrival.answer(pb.Reply(initialized=True, version=job.version, about=spec.to_json()))
 
     def _changes(self, job: Job | None, arrival: Arrival) -> None:
         """Give a follower what it lacks, or say why not."""

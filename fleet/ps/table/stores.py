@@ -24,8 +24,8 @@ from fleet.ps.table.row_file import Losses, RowFile
 from fleet.ps.table.store import Between, Store
 from fleet.ps.table.tiered_store import LEAST_FRAMES, TieredStore, least_bytes
 
-#: Segments of files have no more bytes, and no fewer.
-_LARGEST, _SMALLEST = 8 << 20, 64 << 10
+#: Segments of files have no more bytes, no fewer, and a multiple of these.
+_LARGEST, _SMALLEST, _PAGE = 8 << 20, 64 << 10, 4096
 #: Within that, those on their way to the disk take about this part of the memory.
 _PART = 1 / 16
 
@@ -174,7 +174,7 @@ class TieredStores:
     def new(self, budget: MemoryBudget, name: str, tables: int, row_bytes: int) -> Store:
         """Make a store that takes part in a budget."""
         segment_bytes = int(self._memory.nbytes * _PART / max(1, tables) / 4)
-        segment_bytes = min(_LARGEST, max(_SMALLEST, segment_bytes)) // 4096 * 4096
+        segment_bytes = min(_LARGEST, max(_SMALLEST, segment_bytes)) // _PAGE * _PAGE
         self.remove_unused()
         budget.reserve(name, least_bytes(row_bytes, segment_bytes))
         return TieredStore(name, budget, self._file(segment_bytes), self._unused)
