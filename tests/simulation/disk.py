@@ -84,7 +84,7 @@ class Disk:
         if loses_power:
             self._lose_power(kept)
         if turns_a_bit:
-            self._turn_a_bit(kept)
+            turn_a_bit(kept, self._draw)
         unwind()
         self.close()
         shutil.rmtree(self.folder)
@@ -150,14 +150,17 @@ class Disk:
                     rest[start : start + _PAGE_BYTES] = bytes(len(rest[start : start + _PAGE_BYTES]))
         path.write_bytes(data[:synced] + rest)
 
-    def _turn_a_bit(self, kept: Path) -> None:
-        files = sorted(path for path in kept.rglob("*") if path.is_file() and path.stat().st_size)
-        if files:
-            path = self._draw.choice(files)
-            data = bytearray(path.read_bytes())
-            at = self._draw.randrange(len(data))
-            data[at] ^= 1 << self._draw.randrange(8)
-            path.write_bytes(data)
+
+def turn_a_bit(folder: Path, draw: random.Random) -> None:
+    """Let one bit be another in one of the files, if there is any."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
+    if files:
+        with draw.choice(files).open("r+b") as file:
+            at = draw.randrange(os.fstat(file.fileno()).st_size)
+            file.seek(at)
+            (byte,) = file.read(1)
+            file.seek(at)
+            file.write(bytes([byte ^ 1 << draw.randrange(8)]))
 
 
 def tiny_journals(patch: pytest.MonkeyPatch, nbytes: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import random
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -21,7 +22,7 @@ from fleet.base.cluster import Endpoint
 from fleet.checkpoint.inspection import WEIGHT, Problem, Rows, parameters, verify
 from fleet.checkpoint.places import place_at
 from fleet.checkpoint.series import complete
-from fleet.errors import CheckpointError, FleetError
+from fleet.errors import CheckpointError, FleetError, TableFileError
 from fleet.role_maker import Role, UserDefinedRoleMaker
 from fleet.serving.followed_model import FollowedModel
 from fleet.serving.follower import Follower
@@ -29,7 +30,7 @@ from fleet.serving.server_source import ServerSource
 from fleet.strategy.parameter_server import Strategy, StrategyFactory
 
 from . import scenario as kinds
-from .disk import Disk, tiny_journals, tiny_tiers
+from .disk import Disk, tiny_journals, tiny_tiers, turn_a_bit
 from .network import Message, Wires
 from .scenario import Fault, Scenario, Setting
 from .scheduler import Process, Scheduler, Thread
@@ -39,6 +40,8 @@ from .threads import installed
 PATIENCE_S = 20 * kinds.DEADLINE_S
 #: How long a worker computes.
 _THINKS_S = (0.0, 0.02)
+#: So long after it has ended by an error a durable server is started again.
+_STARTS_AGAIN_AFTER_S = 0.5
 #: A process that a signal has killed is started again so many times.
 _RESTARTS = 20
 
@@ -215,6 +218,7 @@ class Simulation:
         self.kills: Counter[str] = Counter()
         self.struck: list[tuple[float, Fault]] = []
         self._moments = 0
+        self._draw = random.Random(f"damage {scenario.seed}")
         self._is_ending = False
         self._storage = str(folder / "storage")
         self._faults = {fault.moment: fault for fault in reversed(scenario.faults)}
@@ -243,7 +247,7 @@ class Simulation:
         if life.disk is not None and self.setting.durable:
             environ |= {"FLEET_DURABLE_DIR": str(life.disk.folder), "FLEET_DURABLE_SYNC": self.setting.durable}
         if life.disk is not None and self.setting.rows_in_memory:
-            environ |= {"FLEET_TABLE_DIR": str(self.folder / "rows" / life.name), "FLEET_TABLE_MEMORY_MB": "64"}
+            environ |= {"FLEET_TABLE_DIR": str(self._rows_of(life)), "FLEET_TABLE_MEMORY_MB": "64"}
         life.fleet = Fleet(environ=environ, network=self.wires.of(life.process))
         index = int(life.name[len("worker") :])
         comes_later = role is Role.SERVER and index >= self.setting.servers
@@ -253,10 +257,18 @@ class Simulation:
         life.fleet.init(UserDefinedRoleMaker(index, role, workers, endpoints))
         return life.fleet
 
+    def _rows_of(self, life: _Life) -> Path:
+        return self.folder / "rows" / life.name
+
     def _serve(self, life: _Life) -> None:
         here = self._fleet(life, Role.SERVER)
         here.init_server()
-        here.run_server()
+        try:
+            here.run_server()
+        except TableFileError:  # a durable one is started again, and makes its rows anew
+            if self.setting.durable:
+                life.kill(Fault(0, kinds.KILL, life.name, _STARTS_AGAIN_AFTER_S))
+            raise
 
     def _work(self, life: _Life) -> None:
         setting, told = self.setting, self.told
@@ -395,6 +407,8 @@ class Simulation:
                 if fault.kind != kinds.CUT_IN:
                     wires.cut(life.name, other)
             scheduler.at(fault.for_s, wires.heal)
+        elif fault.kind == kinds.ROWS:
+            turn_a_bit(self._rows_of(life), self._draw)
         elif fault.kind == kinds.CLOCK:
             process.wall_offset_s += fault.for_s * 1000 - 3000
         elif life.disk is not None:

@@ -6,10 +6,11 @@ import random
 from dataclasses import dataclass, replace
 
 MESSAGE_FAULTS = LOST, UNANSWERED, TWICE = "lost", "unanswered", "twice"
-KILL, POWER, BIT, PAUSE, CUT, CUT_IN, CUT_OUT, CLOCK, FULL, LIES = (
+KILL, POWER, BIT, ROWS, PAUSE, CUT, CUT_IN, CUT_OUT, CLOCK, FULL, LIES = (
     "kill",
     "power",
     "bit",
+    "damaged rows",
     "pause",
     "cut",
     "cut in",
@@ -114,7 +115,7 @@ class Scenario:
 
     @property
     def _kills_a_server(self) -> bool:
-        return any(fault.kind in (KILL, POWER) and fault.whom.startswith("server") for fault in self.faults)
+        return any(fault.kind in (KILL, POWER, ROWS) and fault.whom.startswith("server") for fault in self.faults)
 
 
 def drawn(seed: int, *, share: float = 0.05) -> Scenario:
@@ -142,7 +143,11 @@ def drawn(seed: int, *, share: float = 0.05) -> Scenario:
         setting = replace(setting, joins=draw_more.randint(1, 2), joins_at=draw_more.randint(0, setting.steps))
     if draw_more.random() < 0.3:
         setting = replace(setting, rows_in_memory=draw_more.choice((4, 8, 16)))
-    return Scenario(seed, setting, draw_faults(setting, draw, share), draw.choice((0.0, 0.01, 0.1)))
+    faults = draw_faults(setting, draw, share)
+    if setting.rows_in_memory and draw_more.random() < 0.1:
+        whom = f"server{draw_more.randrange(max(setting.servers, setting.moves_to))}"
+        faults = tuple(sorted((*faults, Fault(draw_more.randrange(moments_of(setting)), ROWS, whom))))
+    return Scenario(seed, setting, faults, draw.choice((0.0, 0.01, 0.1)))
 
 
 def moments_of(setting: Setting) -> int:
