@@ -32,12 +32,16 @@ class FleetError(Exception):
         self.expected = expected
         self.got = got
         self.todo = todo
+        #: whether a server says by it that the job is over
+        self.ends_job = False
         super().__init__(self._sentence())
 
     def again(self) -> FleetError:
         """Return an equal error to raise elsewhere: one that is kept must not collect the traceback of everybody it
         meets."""
-        return type(self)(self.what, where=self.where, expected=self.expected, got=self.got, todo=self.todo)
+        made = type(self)(self.what, where=self.where, expected=self.expected, got=self.got, todo=self.todo)
+        made.ends_job = self.ends_job
+        return made
 
     def _sentence(self) -> str:
         parts = [self.what]

@@ -20,6 +20,7 @@ from simulation.scenario import (
     LOST,
     PAUSE,
     POWER,
+    ROWS,
     TWICE,
     UNANSWERED,
     Fault,
@@ -57,6 +58,12 @@ MOVES_TO_TWO = Setting(
 )
 
 FOUND = {
+    # That rows were lost was told to the thread alone that saved a checkpoint, and the server went. Nobody else heard.
+    "a job that ends when a checkpoint is saved": Scenario(
+        1,
+        Setting(workers=1, servers=1, steps=20, checkpoint_every=2, rows_in_memory=4),
+        (Fault(60, ROWS, "server0"), Fault(67, ROWS, "server0"), Fault(74, ROWS, "server0")),
+    ),
     # Servers told a follower of an elastic job that it has no workers, which the follower took for impossible.
     "a model that follows a job that workers may join": Scenario(
         3020052, Setting("gba", 2, 2, 4, follower=True, joins=1, joins_at=1)

@@ -13,7 +13,20 @@ from fleet.errors import FleetError
 
 from .job import AGREED, HELD, HERE, Outcome, noted, run
 from .network import PROBED_AFTER_S
-from .scenario import DEADLINE_S, POWER, Scenario, Setting
+from .scenario import (
+    BIT,
+    CUT,
+    CUT_IN,
+    CUT_OUT,
+    DEADLINE_S,
+    FULL,
+    KILL,
+    LIES,
+    PAUSE,
+    POWER,
+    Scenario,
+    Setting,
+)
 
 #: In these every worker's every step has its effect whatever the others do.
 _IN_STEP = ("sync",)
@@ -25,6 +38,8 @@ _BOUNDS = {"sync": 0, "ssp": 2}
 _IN_TIME_S = DEADLINE_S / 2
 #: So long after a machine has stopped its peers may find that connections are open at one end only.
 _FOUND_AFTER_S = {POWER: PROBED_AFTER_S}
+#: After these somebody may be silent without a word.
+_SILENCE = (KILL, POWER, BIT, PAUSE, CUT, CUT_IN, CUT_OUT, FULL, LIES)
 #: In these a gradient may come too late, and is dropped.
 _DROPS = ("gba", "auto")
 _FEW_STEPS = 4
@@ -50,6 +65,8 @@ def _always(outcome: Outcome) -> Iterator[str]:
             yield f"{name} failed by something that is no error of Fleet's: {error!r}"
         elif not error.what or str(error) == repr(error):
             yield f"{name} failed and does not say why: {error!r}"
+        elif "is silent" in str(error) and not any(fault.kind in _SILENCE for _, fault in outcome.struck):
+            yield f"{name} was not told why nobody answers: {error}"
         elif "ProtocolError" in repr(error) or "the server failed on this request" in repr(error):
             yield f"{name} found something in the protocol that cannot be: {error}"
     for worker, begin, done in outcome.told.begins:

@@ -60,6 +60,8 @@ class JobEnd:
 
     def end(self, failure: FleetError | None = None) -> None:
         self.failure, self.over, self._over_at = failure, True, self._clock.now()
+        if failure is not None:
+            failure.ends_job = True
 
     def suspend(self, cause: FleetError | None = None) -> None:
         """Stop the process, but not the job. The first cause stands: a process that cannot go on is stopped as well."""

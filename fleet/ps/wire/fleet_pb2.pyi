@@ -121,20 +121,22 @@ class DirectAddress(_message.Message):
     def __init__(self, port: _Optional[int] = ..., local: _Optional[str] = ..., key: _Optional[bytes] = ...) -> None: ...
 
 class Error(_message.Message):
-    __slots__ = ["expected", "got", "kind", "todo", "what", "where"]
+    __slots__ = ["ends_job", "expected", "got", "kind", "todo", "what", "where"]
+    ENDS_JOB_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_FIELD_NUMBER: _ClassVar[int]
     GOT_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     TODO_FIELD_NUMBER: _ClassVar[int]
     WHAT_FIELD_NUMBER: _ClassVar[int]
     WHERE_FIELD_NUMBER: _ClassVar[int]
+    ends_job: bool
     expected: str
     got: str
     kind: str
     todo: str
     what: str
     where: str
-    def __init__(self, kind: _Optional[str] = ..., what: _Optional[str] = ..., where: _Optional[str] = ..., expected: _Optional[str] = ..., got: _Optional[str] = ..., todo: _Optional[str] = ...) -> None: ...
+    def __init__(self, kind: _Optional[str] = ..., what: _Optional[str] = ..., where: _Optional[str] = ..., expected: _Optional[str] = ..., got: _Optional[str] = ..., todo: _Optional[str] = ..., ends_job: bool = ...) -> None: ...
 
 class Export(_message.Message):
     __slots__ = ["checkpoint", "cursor", "version"]

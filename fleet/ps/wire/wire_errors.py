@@ -39,6 +39,7 @@ def error_reply(error: FleetError) -> Frame:
                 expected=text(error.expected),
                 got=text(error.got),
                 todo=text(error.todo),
+                ends_job=error.ends_job,
             )
         )
     )
@@ -48,13 +49,15 @@ def raise_if_error(reply: Frame) -> Frame:
     """Return a good reply as it is; raise the error in a bad one."""
     if reply.message.HasField("error"):
         sent = reply.message.error
-        raise _KINDS.get(sent.kind, FleetError)(
+        error = _KINDS.get(sent.kind, FleetError)(
             sent.what,
             where=sent.where or None,
             expected=sent.expected or None,
             got=sent.got or None,
             todo=sent.todo or None,
         )
+        error.ends_job = sent.ends_job
+        raise error
     return reply
 
 

@@ -117,6 +117,8 @@ class Connection:
         self.wanted_servers: tuple[str, ...] = ()
         self._whereabouts = whereabouts or Whereabouts()
         self._completed = completed
+        #: told that the job is over, and why, when a server has said so
+        self.when_over: Callable[[FleetError], None] = lambda _: None
         #: whether the user knows what ended this connection
         self.reported = False
 
@@ -250,7 +252,7 @@ class Connection:
                 self.fail(error)
                 has_moved = True
             except FleetError as error:
-                self.fail(error)
+                self._end(error)
                 return
             except Exception as error:  # without heartbeats a wait could have no end
                 self.fail(FleetError(f"the heartbeat to {self.endpoint} failed", got=repr(error)))
@@ -331,6 +333,11 @@ class Connection:
         for call in under_way:
             call.cancel()
 
+    def _end(self, error: FleetError) -> None:
+        """Take from a server that the job is over: other threads of this worker may ask others, which have gone."""
+        self.fail(error)
+        self.when_over(error)
+
     # ---------------------------------------------------------------- for PendingRequest
 
     def send(self, frame: Frame, what: str, ahead: bool) -> Call:
@@ -386,8 +393,10 @@ class Connection:
             self.received_bytes += reply.nbytes
         try:
             return raise_if_error(reply)
-        except FATAL as error:
-            self.fail(error)
+        except FleetError as error:
+            if not (error.ends_job or isinstance(error, FATAL)):
+                raise
+            self._end(error)
             if self.failure is not error:  # what has ended the connection before is why the job is over
                 raise self.reported_failure() from None
             self.reported = True
@@ -505,7 +514,8 @@ class Connections:
     def __init__(self, by_server: Sequence[Connection], progress: Progress, claim: Callable[[str], object]) -> None:
         """``claim`` notes, with a reason, that this worker is the cause of its job's end."""
         #: one list as long as this lives, with other connections in it when the job has moved to other servers
-        self.by_server = [*by_server]
+        self.by_server: list[Connection] = []
+        self.replace(by_server)
         #: how often the job had moved when it came to these servers, as far as one of them has said
         self.moves = 0
         self._progress = progress
@@ -514,7 +524,13 @@ class Connections:
     def replace(self, by_server: Sequence[Connection]) -> list[Connection]:
         """Connect to other servers from now on; return the connections that there were."""
         former, self.by_server[:] = [*self.by_server], by_server
+        for connection in by_server:
+            connection.when_over = self._fail_all
         return former
+
+    def _fail_all(self, error: FleetError) -> None:
+        for connection in self.by_server:
+            connection.fail(error)
 
     def ask(self, what: str, at_once: int | None = None, *, step: int | None = None, **kind: object) -> list[Frame]:
         """Send the same request to every server, as ``Connection.request`` has it, about the last step or another."""
