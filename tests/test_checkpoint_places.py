@@ -19,7 +19,7 @@ from small_job import join, same, train
 
 from fleet import Checkpoints, Fleet
 from fleet.checkpoint.manifest import Checkpoint
-from fleet.checkpoint.places import Claimed, Directory, place_at, proven
+from fleet.checkpoint.places import Claimed, Directory, Remote, place_at, proven
 from fleet.errors import ArgumentTypeError, CheckpointError
 from fleet.ps.server import checkpoint_share
 from fleet.ps.worker import checkpoint_save
@@ -324,12 +324,19 @@ def test_a_store_that_refuses(refusing: str, way: str) -> None:
         alone.stop_worker()
 
 
+def test_a_place_whose_paths_are_urls_has_one_protocol() -> None:
+    """Paths of fsspec's http:// are."""
+    assert Remote(None, "http://host/run", "http").within("step-00000001").url == "http://host/run/step-00000001"
+
+
 def test_names_that_are_no_place(tmp_path: Path) -> None:
     (tmp_path / "circle").symlink_to(tmp_path / "circle")
-    for name in ("a\0b", "nobody-knows://this", tmp_path / "circle", "/proc/none" * (1 << 20)):
+    long, latin = tmp_path / ("x" * 300), tmp_path / "caf\udce9"  # the last byte of the second is no UTF-8
+    for name in ("a\0b", "nobody-knows://this", tmp_path / "circle", "/proc/none" * (1 << 20), long, latin):
         with pytest.raises(CheckpointError, match="cannot be reached") as caught:
             place_at(name)
         assert ("protocol may need a package" in str(caught.value)) == ("://" in str(name))
+        assert str(caught.value).isprintable() or "\0" in str(name)
     for wrong in (3, None, b"bytes"):
         with pytest.raises(ArgumentTypeError, match="dirname must be a path or a URL"):
             place_at(wrong)

@@ -817,6 +817,27 @@ def test_what_is_in_the_way_stays(tmp_path: Path) -> None:
     assert sorted(str(path) for path in tmp_path.rglob("*")) == before
 
 
+def test_a_place_is_a_directory_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one that is called like a store."""
+    monkeypatch.chdir(tmp_path)
+    told = "lies in a directory of this machine; expected a path; got s3://bucket/model"
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        model = trained(fleet_, worker)
+        with pytest.raises(UnsupportedError, match=told):
+            fleet_.save_inference_model("s3://bucket/model", model)
+        with pytest.raises(CheckpointError, match="this place cannot be reached"):
+            fleet_.save_inference_model("x" * 300, model)
+        fleet_.save_inference_model(f"file://{tmp_path}/model", model)
+
+    run_job(body, 1, 1)
+    assert [each.name for each in tmp_path.iterdir()] == ["model"]
+    assert_same(fleet.load_inference_model(f"file://{tmp_path}/model"), fleet.load_inference_model("model"))
+    for wrong, kind in (("s3://bucket/model", UnsupportedError), ("a\0b", CheckpointError)):
+        with pytest.raises(kind):
+            fleet.load_inference_model(wrong)
+
+
 def test_loading_needs_no_job_and_reads_no_program(tmp_path: Path) -> None:
     inference.write(str(tmp_path / "model"), small(), program)
     (tmp_path / "model" / "model.pt2").write_bytes(b"something else")

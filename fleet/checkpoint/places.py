@@ -216,7 +216,8 @@ class Remote:
 
     @property
     def url(self) -> str:
-        return f"{self._protocol}://{self._path.lstrip('/')}"
+        # In some stores, http:// for one, paths are URLs themselves.
+        return self._path if "://" in self._path else f"{self._protocol}://{self._path.lstrip('/')}"
 
     def within(self, name: str) -> Remote:
         return Remote(self._fs, self._at(name), self._protocol)
@@ -328,11 +329,15 @@ def place_at(dirname: object) -> Place:
         try:
             if len(text) > _LONGEST_PATH:  # going through it would take time by the square of its length
                 raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
-            return Directory(Path(text).resolve())
+            text.encode()  # other processes are told of it, and files of tensors name it, in UTF-8
+            path = Path(text).resolve()
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                path.stat()
+            return Directory(path)
         except (OSError, RuntimeError, ValueError) as error:  # links in a circle, a name that cannot be one
             raise CheckpointError(
                 "this place cannot be reached",
-                where=text,
+                where=text.encode(errors="backslashreplace").decode(),
                 got=repr(error),
                 todo="Name a directory, or a path to be one.",
             ) from None
@@ -348,7 +353,7 @@ def place_at(dirname: object) -> Place:
             todo="A protocol may need a package of its own: s3:// needs s3fs.",
         ) from None
     if "file" in (fs.protocol if isinstance(fs.protocol, tuple | list) else (fs.protocol,)):
-        return Directory(Path(path).resolve())
+        return place_at(path)
     return Remote(fs, path, text.partition("://")[0])
 
 

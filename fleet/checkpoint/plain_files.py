@@ -22,7 +22,7 @@ from fleet.checkpoint.files import remove
 from fleet.checkpoint.inspection import WEIGHT, Rows, buffers, parameters, scratch
 from fleet.checkpoint.manifest import BUFFERS, DENSE, TABLE, Checkpoint
 from fleet.checkpoint.pieces import NAMES
-from fleet.checkpoint.places import Buffer, writing
+from fleet.checkpoint.places import Buffer, place_at, writing
 from fleet.errors import CheckpointError, ConfigurationError, UnsupportedError
 from fleet.plan.specs import TableSpec
 
@@ -85,6 +85,7 @@ def _planned(
 
     if "://" in out:
         raise UnsupportedError("an export goes to this machine", expected="a path", got=out)
+    place_at(out)  # a name that is impossible is told of before anything is read
     path = Path(out)
     if out.endswith(SAFETENSORS):
         return {path: safetensors(chosen, dense=everything)}

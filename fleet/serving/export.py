@@ -10,6 +10,7 @@ import torch
 
 from fleet.checkpoint import inference
 from fleet.checkpoint.inference import InferenceModel, TableFacts, ids_key
+from fleet.checkpoint.places import place_at
 from fleet.errors import ArgumentTypeError, CheckpointError, UnsupportedError
 from fleet.nn.embedding import BAGS, EMBEDDINGS, is_remote
 from fleet.nn.exported_program import check_examples, export_program
@@ -24,9 +25,18 @@ def check_model(model: object) -> torch.nn.Module:
 
 
 def check_dirname(dirname: object) -> str:
-    if not isinstance(dirname, str | os.PathLike):
+    text = os.fspath(dirname) if isinstance(dirname, os.PathLike) else dirname
+    if not isinstance(text, str):
         raise ArgumentTypeError("dirname must be a path", got=type(dirname).__name__)
-    return os.fspath(dirname)
+    if "://" in text and not text.startswith("file://"):
+        raise UnsupportedError(
+            "a model to serve lies in a directory of this machine",
+            expected="a path",
+            got=text,
+            todo="Save it into a directory and copy that to the store; to load it, copy it from there.",
+        )
+    place = place_at(text)
+    return place.url if "://" in text else text
 
 
 def own_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
