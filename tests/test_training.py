@@ -387,6 +387,22 @@ def test_parameters_that_share_elements_are_refused(share: Callable[[torch.Tenso
         alone.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
 
 
+@pytest.mark.parametrize("collective", [False, True])
+def test_lazy_modules_are_refused_before_their_first_batch(collective: bool) -> None:
+    one_of_one = {"PADDLE_TRAINER_ENDPOINTS": "127.0.0.1:1", "PADDLE_TRAINER_ID": "0"}
+    normed = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.LazyBatchNorm1d(affine=False))
+    for model, name in ((torch.nn.LazyLinear(3), "weight"), (normed, "1.running_mean")):
+        alone = Fleet(environ=one_of_one if collective else {})
+        alone.init(is_collective=collective)
+        if model is normed and not collective:  # buffers are each worker's own
+            alone.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+            continue
+        with pytest.raises(UnsupportedError, match=f"'{name}' has no shape yet"):
+            alone.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+        model(torch.zeros(2, 4))
+        alone.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+
+
 @pytest.mark.parametrize("servers", [1, 3])
 def test_disjoint_parts_of_one_storage_are_parameters_like_others(servers: int) -> None:
     def make() -> list[torch.nn.Parameter]:

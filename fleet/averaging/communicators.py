@@ -75,7 +75,7 @@ def hand_round(tensors: Sequence[torch.Tensor], send: Callable[[torch.Tensor], N
     """Copy the values that one worker ``gives`` to all others, in place; ``send`` broadcasts a flat tensor."""
     for some in _batches(tensors):
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in some])
-        send(flat)
+        send(flat.view(torch.uint8))  # Gloo knows few element types
         if not gives:
             for tensor, values in zip(some, flat.split_with_sizes([tensor.numel() for tensor in some]), strict=True):
                 tensor.detach().copy_(values.view(tensor.shape))

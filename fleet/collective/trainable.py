@@ -9,6 +9,7 @@ import torch
 from fleet.errors import UnsupportedError
 from fleet.nn.embedding import is_remote, refuse_idle_rules
 from fleet.nn.table_weight import TableWeight
+from fleet.nn.trainables import refuse_uninitialized
 
 
 def refuse_untrainable(optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module | None) -> None:
@@ -18,6 +19,8 @@ def refuse_untrainable(optimizers: Sequence[torch.optim.Optimizer], model: torch
                 "LBFGS cannot be honoured: it decides by the loss, which differs between workers",
                 todo="Take one that goes by gradients alone, such as torch.optim.Adam, or train in one process.",
             )
+    for name, value in [] if model is None else (*model.named_parameters(), *model.named_buffers()):
+        refuse_uninitialized(name, value)
     for name, module in [] if model is None else model.named_modules():
         refuse_idle_rules(module, name)
         is_table = isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse

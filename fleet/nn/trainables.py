@@ -40,6 +40,7 @@ def members(optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module 
             name = by_model.get(id(param), given[place] if given else f"group{number}.param{place}")
             if id(param) not in by_model and (not given or len(optimizers) > 1):
                 name = f"optimizer{position}.{name}"  # each optimizer has names of its own
+            refuse_uninitialized(name, param)
             found[id(param)] = Member(name, param, optimizer, index, group)
     names = [member.name for member in found.values()]
     if len(set(names)) < len(names):
@@ -49,6 +50,14 @@ def members(optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module 
             todo="Pass model= to distributed_optimizer, which names them, or give the optimizer other names.",
         )
     return list(found.values())
+
+
+def refuse_uninitialized(name: str, value: torch.Tensor) -> None:
+    if torch.nn.parameter.is_lazy(value):
+        raise UnsupportedError(
+            f"{name!r} has no shape yet: it is of a lazy module",
+            todo="Call the model once on a batch before fleet.distributed_optimizer().",
+        )
 
 
 def groups(

@@ -392,6 +392,24 @@ def the_model_stays_what_it_is(me: Rank) -> None:
     loss_of(model, me.rank, 1).backward()  # it is free again
 
 
+@check(2)
+def buffers_of_any_type_are_the_first_ranks(me: Rank) -> None:
+    """Also of those that Gloo has no name for."""
+    types = torch.bool, torch.uint8, torch.int16, torch.uint16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64
+    model = network()
+    for position, dtype in enumerate(types):
+        model.register_buffer(f"b{position}", torch.full((3,), me.rank).to(dtype))
+    fleet = me.fleet()
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+    fleet.init_worker()
+    optimizer.minimize(loss_of(model, me.rank, 0))
+    for position, dtype in enumerate(types):
+        got = model.get_buffer(f"b{position}")
+        assert got.dtype == dtype
+        assert not got.to(torch.complex64).any(), dtype
+    fleet.stop_worker()
+
+
 @check(2, 4)
 def uneven_data(me: Rank) -> None:
     """Rank r has 3 + 2r batches: each round is the mean over those who are still there, and all end alike."""
