@@ -612,6 +612,29 @@ def test_going_on_equals_never_stopping(modes: tuple[Any, Any], tmp_path: Path) 
     assert_close(got, values(model))
 
 
+@pytest.mark.parametrize("name", ["sgd-momentum", "adam", "adagrad"])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_checkpoint_that_is_loaded_replaces_what_the_optimizer_keeps(name: str, steps: int, tmp_path: Path) -> None:
+    def body(fleet_: Fleet, worker: int) -> list[list[torch.Tensor]]:
+        model = make_model()
+        optimizer = fleet_.distributed_optimizer(OPTIMIZERS[name](list(model.parameters())), geo(2), model=model)
+        fleet_.init_worker()
+        for step in range(steps):
+            optimizer.minimize(loss_of(model, step, worker))
+        fleet_.save_persistables(str(tmp_path / "at"))
+        ends = []
+        for _ in range(3):
+            fleet_.load_persistables(str(tmp_path / "at"))
+            for step in range(3):
+                optimizer.minimize(loss_of(model, step, worker))
+            ends.append(values(model))
+        return ends
+
+    (ends,) = run_job(body, 1, 2)
+    for end in ends[1:]:
+        assert_close(end, ends[0])
+
+
 def test_all_workers_may_save_and_the_first_ones_state_is_kept(tmp_path: Path) -> None:
     everybody = threading.Barrier(2)
 

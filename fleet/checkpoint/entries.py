@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from fleet.errors import UnsupportedError
+
 VALUE, STATE = "value", "state."
 
 #: An entry, and its tensor if it has one.
@@ -27,11 +29,34 @@ def entries_of(name: str, offset: int, param: torch.Tensor, state: Mapping[str, 
 def state_entries(name: str, offset: int, param: torch.Tensor, state: Mapping[str, Any]) -> Iterator[Entry]:
     for key, value in state.items():
         entry = {**_place(name, offset, param), "key": f"{STATE}{key}"}
-        if isinstance(value, torch.Tensor):
+        is_tensor = isinstance(value, torch.Tensor) and value.layout is torch.strided
+        if not isinstance(key, str) or not (is_tensor or _is_plain(value)):
+            raise UnsupportedError(
+                f"the optimizer's state {key!r} of {name!r} is {type(value).__name__}, which no checkpoint holds",
+                expected="a name that is text; a dense tensor, a number, text, None, or a list of the last three",
+                todo="Let the optimizer keep it as one of these, under a name of its own each.",
+            )
+        if is_tensor:
             # State of the parameter's own shape is cut with it; anything else belongs to the whole.
             yield {**entry, "elementwise": value.shape == param.shape}, value
         else:
             yield {**entry, "plain": value}, None
+
+
+def refuse_loose_state(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Refuse state that belongs to no parameter: a checkpoint would be without it."""
+    for optimizer in optimizers:
+        for key in optimizer.state:
+            if not isinstance(key, torch.Tensor):
+                raise UnsupportedError(
+                    f"the state {key!r} of {type(optimizer).__name__} belongs to no parameter: no checkpoint holds it",
+                    todo="Let the optimizer keep it in the state of a parameter, state[param][name].",
+                )
+
+
+def _is_plain(value: object) -> bool:
+    """Say whether JSON gives back what it was given."""
+    return value is None or isinstance(value, int | float | str) or (type(value) is list and all(map(_is_plain, value)))
 
 
 def _place(name: str, offset: int, param: torch.Tensor) -> dict[str, Any]:
@@ -76,17 +101,23 @@ def joined(told: Iterable[dict[str, Any]], tensors: Iterable[torch.Tensor]) -> l
 
 
 def set_state(optimizer: torch.optim.Optimizer, param: torch.Tensor, pieces: Mapping[str, Any], flat: set[str]) -> None:
-    """Give a parameter the optimizer state among ``pieces``, by key; ``flat`` names the keys that have a number for
-    each of its elements. Tensors are copied: blocks of one parameter get the same ones, and torch alters its own."""
-    state = optimizer.state[param]
+    """Give a parameter the optimizer state among ``pieces``, by key, in place of what it has; ``flat`` names the keys
+    that have a number for each of its elements. Tensors are copied: blocks of one parameter get the same ones, and
+    torch alters its own."""
+    before = optimizer.state.get(param, {})
+    state: dict[str, Any] = {}
     for key, value in pieces.items():
         if not key.startswith(STATE):
             continue
         name = key.removeprefix(STATE)
         if isinstance(value, torch.Tensor):
-            present = state.get(name)
+            present = before.get(name)
             # A step count that torch has not placed itself is on the CPU: only capturable optimizers want it elsewhere.
             default = torch.device("cpu") if name == "step" else param.device
             device = present.device if isinstance(present, torch.Tensor) else default
             value = (value.reshape(param.shape) if key in flat else value).to(device, copy=True)
         state[name] = value
+    if state:
+        optimizer.state[param] = state
+    elif before.get("step") != 0:  # some optimizers are made with state that no step has changed, and need it
+        optimizer.state.pop(param, None)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fleet.checkpoint.assembly import Assembly
-from fleet.checkpoint.entries import VALUE, entries_of, names, set_state, split
+from fleet.checkpoint.entries import VALUE, entries_of, names, refuse_loose_state, set_state, split
 from fleet.checkpoint.manifest import BUFFERS, DENSE, Checkpoint
 from fleet.checkpoint.pieces import PIECE_BYTES, PieceWriter
 from fleet.checkpoint.places import place_at
@@ -76,6 +76,7 @@ def _spec(worker: CollectiveWorker) -> JobSpec:
 
 
 def _write(worker: CollectiveWorker, pieces: PieceWriter) -> None:
+    refuse_loose_state(worker.optimizers)
     told: list[dict[str, Any]] = []
     tensors: list[torch.Tensor] = []
     for member in worker.members:
@@ -159,25 +160,35 @@ def _read(worker: CollectiveWorker, checkpoint: Checkpoint, strict: bool) -> tup
             pieces, flat = {VALUE: pieces[VALUE]}, set()
         plain = {key: piece for key, piece in pieces.items() if not isinstance(piece, torch.Tensor)}
         keys = [key for key in pieces if key not in plain]
-        params.append({"name": member.name, "tensors": keys, "flat": sorted(flat), "plain": plain})
+        has_state = member.name not in fit.values
+        params.append(
+            {"name": member.name, "tensors": keys, "flat": sorted(flat), "plain": plain, "has_state": has_state}
+        )
         values += [pieces[key] for key in keys]
     buffers: list[str] = []
     present = {} if worker.model is None else {name: each.shape for name, each in worker.model.named_buffers()}
+    saved: set[str] = set()
+    problems: list[tuple[object, object]] = []
     for about, tensors in checkpoint.pieces(BUFFERS):
         for name, tensor in zip(about[BUFFERS], tensors, strict=True):
+            saved.add(name)
             if present.get(name) == tensor.shape:
                 buffers.append(name)
                 values.append(tensor)
                 continue
-            error = CheckpointError(
-                "the checkpoint does not fit the model's buffers",
-                where=checkpoint.where,
-                expected=f"{name!r}: {tuple(tensor.shape)}",
-                got=tuple(present[name]) if name in present else "none",
-            )
-            if strict:
-                raise error
-            _log.warning("%s", error)
+            shape = tuple(present[name]) if name in present else "none"
+            problems.append((f"{name!r}: {tuple(tensor.shape)}", shape))
+    if worker.model is not None and any(True for _ in checkpoint.files(BUFFERS)):  # servers write none
+        kept = worker.model.state_dict(keep_vars=True).keys()
+        lacking = sorted((present.keys() & kept) - saved)
+        problems += [(f"{name!r}: {tuple(present[name])}", "none in the checkpoint") for name in lacking]
+    for expected, got in problems:
+        error = CheckpointError(
+            "the checkpoint does not fit the model's buffers", where=checkpoint.where, expected=expected, got=got
+        )
+        if strict:
+            raise error
+        _log.warning("%s", error)
     kinds = [(list(value.shape), str(value.dtype).removeprefix("torch.")) for value in values]
     return {"step": checkpoint.manifest.version, "params": params, "buffers": buffers, "tensors": kinds}, values
 
@@ -191,7 +202,8 @@ def _fill(worker: CollectiveWorker, found: dict[str, Any], values: list[torch.Te
         member = members[told["name"]]
         pieces = {**told["plain"], **{key: values.pop() for key in told["tensors"]}}
         member.param.copy_(pieces[VALUE].view(member.param.shape))
-        set_state(member.optimizer, member.param, pieces, set(told["flat"]))
+        if told["has_state"]:
+            set_state(member.optimizer, member.param, pieces, set(told["flat"]))
     buffers = {} if worker.model is None else dict(worker.model.named_buffers())
     for name in found["buffers"]:
         buffers[name].copy_(values.pop())

@@ -1193,6 +1193,60 @@ def a_job_goes_on_where_it_was_saved(me: Rank) -> list[float]:
 
 
 @check(2)
+def a_state_that_is_loaded_takes_the_place_of_the_present_one(me: Rank) -> None:
+    """Also where there was none yet."""
+    fleet, model = me.fleet(), network()
+    inner = torch.optim.Adam(model.parameters(), lr=0.01)
+    optimizer = fleet.distributed_optimizer(inner, model=model)
+    fleet.init_worker()
+    fleet.save_persistables(str(me.scratch / "begun"))
+    ends = []
+    for _ in range(2):
+        for step in range(3):
+            optimizer.minimize(loss_of(model, me.rank, step))
+        ends.append(values(model))
+        fleet.load_persistables(str(me.scratch / "begun"))
+        assert not inner.state
+    close(*ends, 0)
+    fleet.stop_worker()
+
+
+@check(2)
+def what_an_optimizer_keeps_and_no_checkpoint_can(me: Rank) -> None:
+    kept: tuple[tuple[Any, Any], ...] = (
+        ("list", [torch.zeros(2)]),
+        ("tuple", (1, 2)),
+        ("dict", {1: 2}),
+        ("Tensor", torch.eye(2).to_sparse()),
+        ("int", 1),
+    )
+    fleet, model = me.fleet(), network()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = fleet.distributed_optimizer(inner, model=model)
+    fleet.init_worker()
+    state = inner.state[model[0].weight]
+    for step, (kind, value) in enumerate(kept):
+        optimizer.minimize(loss_of(model, me.rank, step))
+        name = 1 if kind == "int" else "kept"
+        state[name] = value
+        where = str(me.scratch / f"kept-{kind}")
+        told = raises(FleetError, "which no checkpoint holds", lambda where=where: fleet.save_persistables(where))
+        assert f"the optimizer's state {name!r} of '0.weight' is {kind}" in told
+        assert not (me.scratch / f"kept-{kind}").exists()
+        del state[name]
+    inner.state["count"] = {"of": 1}
+    where = str(me.scratch / "loose")
+    raises(FleetError, "the state 'count' of SGD belongs to no parameter", lambda: fleet.save_persistables(where))
+    del inner.state["count"]
+    state["kept"] = [None, True, 2, 3.0, "four", [5]]
+    fleet.save_persistables(str(me.scratch / "plain"))
+    inner.state.clear()
+    fleet.load_persistables(str(me.scratch / "plain"))
+    assert inner.state[model[0].weight]["kept"] == [None, True, 2, 3.0, "four", [5]]
+    fleet.stop_worker()
+
+
+@check(2)
 def values_that_do_not_fit_change_nothing(me: Rank) -> None:
     def job(model: nn.Module) -> tuple[Any, Any]:
         fleet = me.fleet()
@@ -1211,6 +1265,13 @@ def values_that_do_not_fit_change_nothing(me: Rank) -> None:
     before = values(model)
     told = raises(CheckpointError, "'seen'", lambda: fleet.load_persistables(str(me.scratch / "with a buffer")))
     assert "does not fit the model's buffers" in told
+    fleet.save_persistables(str(me.scratch / "without"))
+    model.register_buffer("beside", torch.zeros(2), persistent=False)
+    fleet.load_persistables(str(me.scratch / "without"))
+    model.register_buffer("unseen", torch.zeros(2))
+    told = raises(CheckpointError, "'unseen'", lambda: fleet.load_persistables(str(me.scratch / "without")))
+    assert "none in the checkpoint" in told
+    del model.unseen, model.beside
     state = {name: value + 1 for name, value in model.state_dict().items()}
     del state["3.weight"]
     raises(CheckpointError, "3.weight", lambda: fleet.load_state_dict(model, state))

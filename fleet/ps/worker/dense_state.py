@@ -10,7 +10,17 @@ from typing import Any
 import torch
 
 from fleet.checkpoint.assembly import Assembly
-from fleet.checkpoint.entries import VALUE, Entry, cut, entries_of, joined, set_state, split, state_entries
+from fleet.checkpoint.entries import (
+    VALUE,
+    Entry,
+    cut,
+    entries_of,
+    joined,
+    refuse_loose_state,
+    set_state,
+    split,
+    state_entries,
+)
 from fleet.checkpoint.pieces import PIECE_BYTES
 from fleet.errors import UnsupportedError
 from fleet.plan.specs import ParamSpec
@@ -23,6 +33,7 @@ Piece = tuple[list[dict[str, Any]], list[torch.Tensor]]
 
 def pieces(described: Description) -> list[Piece]:
     """Return copies of all dense parameters and of what optimizers keep of them, as they stand in a checkpoint."""
+    refuse_loose_state(described.optimizers)
     found: list[Piece] = []
     left = 0
     for spec, param in zip(described.spec.params, described.params, strict=True):

@@ -21,7 +21,7 @@ import torch
 
 from fleet.base.interruption import uninterrupted
 from fleet.checkpoint.assembly import Assembly
-from fleet.checkpoint.entries import Entry, set_state, state_entries
+from fleet.checkpoint.entries import Entry, refuse_loose_state, set_state, state_entries
 from fleet.kernels import RULES
 from fleet.numeric.bits import changed
 from fleet.numeric.ids import partition, unique
@@ -228,6 +228,7 @@ class Replica:
 
     def state(self) -> Iterator[Entry]:
         """Yield the state of the user's optimizers for the dense parameters, as it stands in a checkpoint."""
+        refuse_loose_state(self._described.optimizers)
         for spec, param in zip(self._described.spec.params, self._described.params, strict=True):
             yield from state_entries(spec.name, 0, param, self._owner(spec.group).state.get(param, {}))
 
@@ -284,8 +285,11 @@ class GeoTraining:
         assembly = Assembly({spec.name: spec.numel for spec in params}, "what the servers restored")
         for piece in state:
             assembly.add(piece.about["dense"], [torch.as_tensor(each) for each in piece.tensors.values()])
-        for spec in params:
-            replica.restore(spec.name, *assembly.whole(spec.name))
+        found = {spec.name: assembly.whole(spec.name) for spec in params}
+        # Without a step there is no state. Later, servers that have none were given values alone.
+        if self._progress.steps == 0 or any(len(pieces) > 1 for pieces, _ in found.values()):
+            for name, (pieces, flat) in found.items():
+                replica.restore(name, pieces, flat)
 
     def step(self, update: Callable[[], None]) -> None:
         """Take one step, in which ``update`` runs the user's optimizers."""

@@ -255,7 +255,7 @@ class WorkerRuntime:
         values = self._values.write(replies)
         if self._geo is not None:
             # What a checkpoint has of the optimizers' state; they start without any.
-            completed, is_restored = self.progress.completed, self.progress.steps > 0
+            completed, is_restored = self.progress.completed, self.progress.steps > 0 or self._geo.replica is not None
             self._geo.begin_from(values, exported_dense(self.connections, completed) if is_restored else None)
 
     def reload(self) -> None:
