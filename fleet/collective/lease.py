@@ -11,8 +11,8 @@ from fleet.errors import FleetError
 
 def write_once(worker: CollectiveWorker, what: str, write: Callable[[], None]) -> None:
     """Return when ``what`` has been written after this step, by this worker's ``write`` or by another's; a failure is
-    raised on all."""
-    monitor, key = worker.group.monitor, f"write/{worker.steps}/{what}"
+    raised on all. Who calls it again has it written again."""
+    monitor, key = worker.group.monitor, f"write/{worker.name_of_call(what)}"
     writer = monitor.ask(lambda store: store.compare_set(f"{key}/writer", "", str(monitor.rank)))
     if int(writer) != monitor.rank:
         monitor.until(lambda store: store.check([f"{key}/outcome"]) or None)

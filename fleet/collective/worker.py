@@ -7,6 +7,7 @@ where local SGD averages. A worker that has stopped goes on meeting the others w
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -57,6 +58,8 @@ class CollectiveWorker:
         #: of these, what this process has taken itself
         self._own_steps = 0
         self.loads = 0
+        #: how often each was made at a step, after so many loads
+        self._calls: Counter[tuple[int, int, str]] = Counter()
         #: what the checkpoint that was loaded last has of the states of workers' own objects
         self.brought: dict[str, Any] = {"of": [], "workers": 0}
         #: on worker 0, by the number of a load: whose states lie in the store since then
@@ -246,6 +249,13 @@ class CollectiveWorker:
                     f"the gradient of {member.name!r} holds NaN or infinity",
                     where=f"worker {self.assignment.index}, step {self.steps}",
                 )
+
+    def name_of_call(self, call: str) -> str:
+        """Name a call that is carried out once for the job: every worker that makes it gets the same name."""
+        at = (self.loads, self.steps, call)
+        self._calls = Counter({each: count for each, count in self._calls.items() if each[:2] == at[:2]})
+        self._calls[at] += 1
+        return f"{self.loads}/{self.steps}/{self._calls[at]}/{call}"
 
     def set_synchronized(self, wanted: bool) -> bool:
         """Set whether backwards reduce from now on, as far as the strategy lets them, and return what it was before."""

@@ -1247,6 +1247,25 @@ def what_an_optimizer_keeps_and_no_checkpoint_can(me: Rank) -> None:
 
 
 @check(2)
+def what_could_not_be_saved_is_saved_by_the_next_call(me: Rank) -> None:
+    fleet, model = me.fleet(), network()
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+    fleet.init_worker()
+    optimizer.minimize(loss_of(model, me.rank, 0))
+    calls = (fleet.save_persistables, lambda where: fleet.save_inference_model(where, model))
+    for number, save in enumerate(calls):
+        where = me.scratch / f"in-the-way-{number}"
+        where.touch()
+        fleet.barrier_worker()
+        raises(FleetError, "over something else", lambda where=where, save=save: save(str(where)))
+        fleet.barrier_worker()
+        where.unlink(missing_ok=True)
+        save(str(where))
+        assert where.is_dir()
+    fleet.stop_worker()
+
+
+@check(2)
 def values_that_do_not_fit_change_nothing(me: Rank) -> None:
     def job(model: nn.Module) -> tuple[Any, Any]:
         fleet = me.fleet()
