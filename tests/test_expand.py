@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fleet.errors import ConfigurationError
 from fleet.nn import expand as expanding
 from fleet.nn.expand import Bags, expand, pool
 from fleet.nn.handle import Found
@@ -54,6 +55,20 @@ def gradient(out: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
     weights = torch.arange(1, out.numel() + 1, dtype=out.dtype).view(out.shape)
     (found,) = torch.autograd.grad((out * weights).sum(), leaf)
     return found.to_dense() if found.is_sparse else found
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("offsets", [[], [0, 3, 1], [0, 9], [0, -1, 8]])
+def test_offsets_with_which_torch_leaves_its_memory_are_refused(offsets: list[int], last: bool, mode: str) -> None:
+    how = defaults({"offsets": torch.tensor(offsets, dtype=torch.int64), "include_last_offset": last, "mode": mode})
+    with pytest.raises(ConfigurationError, match="offsets do not divide the ids of an EmbeddingBag"):
+        ours_of(rows(), inverse=FLAT, **how)
+    weights = torch.ones(8, dtype=torch.float64).requires_grad_()  # which torch looks up itself
+    with pytest.raises(ConfigurationError, match="up to 8"):
+        ours_of(rows(), inverse=FLAT, **how | {"per_sample_weights": weights})
+    none = defaults({"offsets": torch.tensor([0] * last, dtype=torch.int64), "include_last_offset": last, "mode": mode})
+    assert ours_of(rows(), inverse=FLAT[:0], **none).shape == (0, DIM)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from fleet.errors import ConfigurationError
 from fleet.nn.handle import Found, Lookup, Wanted, handle_of, look_up
 from fleet.numeric.compiler import uncompiled
 from fleet.numeric.ids import Summed, accumulate, accumulate_apart, accumulate_bags, accumulate_each
@@ -37,6 +38,22 @@ class Bags(NamedTuple):
     per_sample_weights: torch.Tensor | None
     include_last_offset: bool
     padding_idx: int | None
+
+    def check_offsets(self, inverse: torch.Tensor) -> None:
+        """Refuse offsets with which torch reads and writes beyond its memory. It says itself what else is wrong."""
+        offsets = self.offsets
+        if offsets is None or offsets.dim() != 1 or inverse.dim() != 1:
+            return
+        if len(offsets) <= self.include_last_offset:
+            fits = not len(inverse)
+        else:
+            fits = bool(offsets[-1] <= len(inverse)) and (len(offsets) == 1 or bool(offsets.diff().min() >= 0))
+        if not fits:
+            raise ConfigurationError(
+                "offsets do not divide the ids of an EmbeddingBag into bags",
+                expected=f"0, then numbers that do not fall, up to {len(inverse)}",
+                got=offsets,
+            )
 
     def pooled(self, rows: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
         return F.embedding_bag(inverse, rows, **self._asdict())
@@ -168,6 +185,8 @@ def _has_hooks(found: Found) -> bool:
 @uncompiled
 def pool(found: Found, bags: Bags) -> torch.Tensor:
     """Return the sum or mean of each bag's rows."""
+    if found.rows.is_cpu:
+        bags.check_offsets(found.inverse)
     weights = bags.per_sample_weights
     if not _is_ours(found) or (weights is not None and weights.requires_grad):
         return bags.pooled(_differentiable(found), found.inverse)
