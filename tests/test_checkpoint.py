@@ -21,7 +21,7 @@ import torch
 from harness import PATIENT, Job, assert_close, run_job, until, values
 
 import fleet.nn
-from fleet import Fleet
+from fleet import Fleet, StrategyFactory
 from fleet.base.cluster import Endpoint
 from fleet.checkpoint import places, writer
 from fleet.checkpoint.manifest import Checkpoint
@@ -623,6 +623,57 @@ def test_a_checkpoint_taken_before_the_first_step_and_one_of_a_job_without_table
     first = run_job(body, 2, 1)
     assert content(tmp_path / "of-2")["version"] == 0
     assert run_job(body, 1, 2, model_dir=str(tmp_path / "of-2"))[0][0].equal(first[0][0]), "the checkpoint's 2, not 1"
+
+
+OTHER_OPTIONS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "amsgrad": (torch.optim.Adam, {}, {"amsgrad": True}),
+    "no amsgrad any more": (torch.optim.AdamW, {"amsgrad": True}, {}),
+    "momentum, centered": (torch.optim.RMSprop, {}, {"momentum": 0.9, "centered": True}),
+    "momentum": (torch.optim.SGD, {}, {"momentum": 0.9}),
+}
+
+
+@pytest.mark.parametrize("kind", [None, "all_reduce", "geo"])
+@pytest.mark.parametrize(("make", "before", "after"), OTHER_OPTIONS.values(), ids=OTHER_OPTIONS)
+def test_going_on_under_other_options(
+    make: Any, before: dict[str, Any], after: dict[str, Any], kind: str | None, tmp_path: Path
+) -> None:
+    """What they need, and the state that was saved has not, begins as it does in torch."""
+
+    def steps(optimizer: Any, weight: torch.Tensor) -> None:
+        for step in range(3):
+            optimizer.zero_grad()
+            (weight * torch.tensor([1.0, -2.0, 0.5]) * (step - 1.2)).sum().backward()
+            optimizer.step()
+
+    def body(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
+        weight = torch.nn.Parameter(torch.ones(3))
+        mode = {
+            None: None,
+            "all_reduce": StrategyFactory.create_sync_strategy(dense="all_reduce"),
+            "geo": StrategyFactory.create_geo_strategy(update_frequency=1),
+        }[kind]
+        optimizer = fleet_.distributed_optimizer(make([weight], lr=0.1, **options), mode)
+        fleet_.init_worker()
+        steps(optimizer, weight)
+        fleet_.save_persistables(str(tmp_path / "at"))
+        return [weight.detach().clone()]
+
+    options = before
+    run_job(body, 1, 1)
+    options = after
+    (got,) = run_job(body, 1, 1, model_dir=str(tmp_path / "at"))
+    weight = torch.nn.Parameter(torch.ones(3))
+    plain = make([weight], lr=0.1, **before)
+    steps(plain, weight)
+    state, other = plain.state[weight], make([weight], lr=0.1, **after)
+    fresh = {name: torch.zeros(3) for name in ("max_exp_avg_sq", "grad_avg", "momentum_buffer") if make in _ADAPTIVE}
+    other.state[weight] = {**fresh, **state}
+    steps(other, weight)
+    assert_close(got, [weight])
+
+
+_ADAPTIVE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop)
 
 
 # ---------------------------------------------------------------------------------------------- damage

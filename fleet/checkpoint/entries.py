@@ -15,6 +15,13 @@ from fleet.errors import UnsupportedError
 
 VALUE, STATE = "value", "state."
 
+#: What torch makes at a parameter's first step alone, where an option is on: beside which other state.
+_OPTIONAL = (
+    ("exp_avg_sq", "amsgrad", "max_exp_avg_sq"),
+    ("square_avg", "centered", "grad_avg"),
+    ("square_avg", "momentum", "momentum_buffer"),
+)
+
 #: An entry, and its tensor if it has one.
 Entry = tuple[dict[str, Any], torch.Tensor | None]
 
@@ -118,6 +125,15 @@ def set_state(optimizer: torch.optim.Optimizer, param: torch.Tensor, pieces: Map
             value = (value.reshape(param.shape) if key in flat else value).to(device, copy=True)
         state[name] = value
     if state:
-        optimizer.state[param] = state
+        optimizer.state[param] = state | _made_up(optimizer, param, state)
     elif before.get("step") != 0:  # some optimizers are made with state that no step has changed, and need it
         optimizer.state.pop(param, None)
+
+
+def _made_up(optimizer: torch.optim.Optimizer, param: torch.Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an optimizer needs beside a state that was kept under other options, as torch begins with it."""
+    lacking = [(beside, option, name) for beside, option, name in _OPTIONAL if beside in state and name not in state]
+    if not lacking:
+        return {}
+    group = next(group for group in optimizer.param_groups if any(each is param for each in group["params"]))
+    return {name: torch.zeros_like(state[beside]) for beside, option, name in lacking if group.get(option)}
