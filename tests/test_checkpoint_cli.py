@@ -23,8 +23,9 @@ from test_processes import ended
 import fleet.nn
 from fleet import Fleet
 from fleet.checkpoint import inspection
-from fleet.checkpoint.inspection import Rows
+from fleet.checkpoint.inspection import Rows, scratch
 from fleet.checkpoint.manifest import DENSE, Checkpoint
+from fleet.checkpoint.plain_files import _SafetensorsFile
 from fleet.checkpoint.writer import CheckpointWriter
 from fleet.launch import cli
 from fleet.plan.specs import GroupSpec, Initializer, JobSpec, ParamSpec, PlanSettings, TableSpec
@@ -528,3 +529,13 @@ def test_help_says_what_it_takes(run: Run) -> None:
 def test_the_command_ends_with_the_exit_code(saved: Path, prepared: Prepared) -> None:
     command = ["-m", "fleet", "checkpoint", "diff", str(saved / "full"), str(saved / "delta")]
     assert ended(prepared.start(command, os.environ))[0] == 1
+
+
+def test_a_file_that_is_mapped_has_its_place_on_the_disk(tmp_path: Path) -> None:
+    """Where there is none for it, the system would end the process."""
+    values = scratch(tmp_path / "of rows", (1000, 100), "float32")
+    assert not values.any()
+    assert (tmp_path / "of rows").stat().st_blocks * 512 >= values.nbytes
+    export = _SafetensorsFile(tmp_path / "of an export", ["name"])
+    assert not export.room("name", (1000, 100), "float32").any()
+    assert (tmp_path / "of an export").stat().st_blocks * 512 >= values.nbytes

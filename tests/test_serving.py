@@ -12,6 +12,7 @@ import sys
 import threading
 import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from fleet.errors import (
     NotInitializedError,
     UnsupportedError,
 )
-from fleet.nn.exported_program import export_program
+from fleet.nn.exported_program import export_program, save_program
 from fleet.nn.frozen import FrozenTable, freeze
 from fleet.plan.specs import Initializer, TableSpec
 from fleet.ps.worker.connection import Connection
@@ -801,6 +802,26 @@ def test_a_disk_that_fails_leaves_the_old_or_the_new(
         outcomes.append(found)
     before = 1.0 if existing == "a model" else 0
     assert outcomes == [before] * (operations - 1) + [2.0], "only the last has nothing to do with what is there"
+
+
+@pytest.mark.parametrize("what", ["tensors", "program"])
+def test_a_full_disk_is_told_of_and_leaves_nothing(what: str, tmp_path: Path) -> None:
+    """Told of it by itself, torch ends the process."""
+    resource = pytest.importorskip("resource")
+    large = torch.export.export(torch.nn.Linear(300, 300), (torch.zeros(1, 300),))
+    model = small() if what == "program" else InferenceModel({"large": torch.zeros(300, 300)}, {})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match="a model to serve could not be written") as caught:
+            inference.write(str(tmp_path / "model"), model, partial(save_program, large))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "too large" in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+    inference.write(str(tmp_path / "model"), model, partial(save_program, large))
+    loaded = torch.export.load(tmp_path / "model" / "model.pt2").module()
+    assert loaded(torch.zeros(1, 300)).shape == (1, 300)
 
 
 def test_what_is_in_the_way_stays(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import torch
 
 from fleet.checkpoint.inspection import Array, Parameter, Rows, buffers, parameters, scratch, states
 from fleet.checkpoint.manifest import Checkpoint
+from fleet.checkpoint.places import writing
 from fleet.plan.specs import JobSpec
 
 
@@ -154,10 +155,11 @@ def _compare_rows(left: Rows, right: Rows) -> RowDifference:
         return RowDifference(0, 0, len(left.ids), dict.fromkeys(widths, math.nan))
     most, changed, found = dict.fromkeys(widths, 0.0), 0, 0
     with tempfile.TemporaryDirectory(prefix="fleet-diff-") as folder, np.errstate(invalid="ignore"):
-        mine = {
-            name: scratch(Path(folder) / str(index), (len(left.ids), width), left.spec.dtype)
-            for index, (name, width) in enumerate(widths.items())
-        }
+        with writing("what is compared", folder):
+            mine = {
+                name: scratch(Path(folder) / str(index), (len(left.ids), width), left.spec.dtype)
+                for index, (name, width) in enumerate(widths.items())
+            }
         left.fill(mine)
         for ranks, columns in right.parts():
             known, places = _places(right.ids[ranks], left.ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import sys
@@ -23,6 +24,19 @@ def write_file(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def allocate(path: Path, size: int) -> None:
+    """Give a file so many bytes, new ones zeros, and their place on the disk: where a file that is mapped has none,
+    the system ends the process that writes to it."""
+    with path.open("ab") as file:
+        file.truncate(size)
+        if hasattr(os, "posix_fallocate"):
+            try:
+                os.posix_fallocate(file.fileno(), 0, size)
+            except OSError as error:
+                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # of a file system that cannot
+                    raise
 
 
 def sync_file(path: Path) -> None:

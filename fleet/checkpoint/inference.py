@@ -124,7 +124,10 @@ def _write(final: Path, model: InferenceModel, save_program: Callable[[Path], No
     aside = staged.with_name(f"{staged.name}.old")
     try:
         staged.mkdir(parents=True)
-        safetensors.torch.save_file(_storable(model.values), staged / TENSORS)
+        try:
+            safetensors.torch.save_file(_storable(model.values), staged / TENSORS)
+        except safetensors.SafetensorError as error:
+            raise OSError(str(error)) from error
         if save_program is not None:
             save_program(staged / PROGRAM)
         written = [staged / name for name in (TENSORS, PROGRAM) if (staged / name).exists()]

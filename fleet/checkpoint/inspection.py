@@ -6,6 +6,7 @@ place of each among them (some 60 bytes a row while they are sorted); the rest p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 
 from fleet.checkpoint.assembly import Assembly
 from fleet.checkpoint.entries import STATE, VALUE, joined
+from fleet.checkpoint.files import allocate
 from fleet.checkpoint.manifest import (
     BUFFERS,
     COUNTS,
@@ -174,7 +176,10 @@ class Rows:
 
 def scratch(path: Path, shape: tuple[int, ...], dtype: str) -> Array:
     """Return zeros in a new file; the system keeps them in memory as far as there is room."""
-    return np.memmap(path, dtype, "w+", shape=shape) if all(shape) else np.zeros(shape, dtype)
+    if not all(shape):
+        return np.zeros(shape, dtype)
+    allocate(path, math.prod(shape) * np.dtype(dtype).itemsize)
+    return np.memmap(path, dtype, "r+", shape=shape)
 
 
 # ---------------------------------------------------------------------------------------------- what is wrong

@@ -18,7 +18,7 @@ from urllib.parse import quote
 import numpy as np
 import torch
 
-from fleet.checkpoint.files import remove
+from fleet.checkpoint.files import allocate, remove
 from fleet.checkpoint.inspection import WEIGHT, Rows, buffers, parameters, scratch
 from fleet.checkpoint.manifest import BUFFERS, DENSE, TABLE, Checkpoint
 from fleet.checkpoint.pieces import NAMES
@@ -158,7 +158,7 @@ class _SafetensorsFile:
         self._enter(name, NAMES[kind], shape, shape[0] * shape[1] * kind.itemsize)
         if not all(shape):
             return np.zeros(shape, dtype)
-        os.truncate(self._path, 8 + self._room + self._size)
+        allocate(self._path, 8 + self._room + self._size)
         return np.memmap(self._path, dtype, "r+", offset=at, shape=shape)
 
     def _enter(self, name: str, dtype: str, shape: tuple[int, ...], size: int) -> None:

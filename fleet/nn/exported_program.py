@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import io
 import re
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from torch.fx.experimental import _config
@@ -128,3 +129,38 @@ def _beginning(text: str) -> str:
     """Return what torch says first; its hints for its own developers follow."""
     lines = [line.strip(" -") for line in text.splitlines()]
     return " ".join([line for line in lines if line][:2])[:400].rstrip(".")
+
+
+class _Taken(io.RawIOBase):
+    """Takes all that torch writes and remembers if the system did not: told of it, torch would end the process."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.refused: OSError | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        return self._file.seek(offset, whence)
+
+    def write(self, data: Any, /) -> int:
+        rest = memoryview(data).cast("B")
+        size = len(rest)
+        try:
+            while self.refused is None and len(rest):  # a write may end early
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            self.refused = error
+        return size
+
+
+def save_program(program: torch.export.ExportedProgram, path: Path) -> None:
+    with path.open("wb", buffering=0) as file:
+        taken = _Taken(file)
+        torch.export.save(program, cast("IO[bytes]", taken))
+    if taken.refused is not None:
+        raise taken.refused

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from fleet.checkpoint.inference import InferenceModel, TableFacts, ids_key
 from fleet.checkpoint.places import place_at
 from fleet.errors import ArgumentTypeError, CheckpointError, UnsupportedError
 from fleet.nn.embedding import BAGS, EMBEDDINGS, is_remote
-from fleet.nn.exported_program import check_examples, export_program
+from fleet.nn.exported_program import check_examples, export_program, save_program
 from fleet.nn.frozen import FrozenTable, freeze
 from fleet.nn.handle import TableHandle, handle_of
 
@@ -99,7 +100,7 @@ def save(
         inference.write(dirname, learnt, None)
         return
     program = export_program(_frozen(model, learnt, instead), example_inputs)
-    inference.write(dirname, learnt, lambda path: torch.export.save(program, path))
+    inference.write(dirname, learnt, partial(save_program, program))
 
 
 def load(dirname: str, model: torch.nn.Module | None) -> dict[str, torch.Tensor] | torch.nn.Module:
