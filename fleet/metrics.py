@@ -385,17 +385,20 @@ def _numbers(call: str, x: Any) -> Array:
     """Return an array of real numbers made of an array, a tensor, a number, or a list of numbers."""
     import numpy as np
 
-    if hasattr(x, "detach"):  # a tensor; its elements may be of a type that numpy does not know
-        x = x.detach().cpu()
-        x = (x.float() if str(x.dtype) == "torch.bfloat16" else x).numpy()
+    kind = type(x).__name__
+    if isinstance(x, list | tuple) and any(hasattr(each, "detach") for each in x):
+        x = [_numbers(call, each) for each in x]
     try:
-        array = np.asarray(x)
-    except ValueError:  # a list of lists of several lengths
+        if hasattr(x, "detach"):  # a tensor; its elements may be of a type that numpy does not know
+            x = x.detach().cpu()
+            x = (x.float() if str(x.dtype).startswith(("torch.bfloat16", "torch.float8")) else x).numpy()
+        array = np.asarray(None if isinstance(x, np.ma.MaskedArray) else x)  # which would forget its mask
+    except (RuntimeError, TypeError, ValueError):  # a sparse tensor; a list of lists of several lengths
         array = np.asarray(None)
     if array.dtype.kind not in "biuf":
         raise ArgumentTypeError(
             f"{call}: these are no numbers",
             expected="an array, a tensor, a number or a list of numbers",
-            got=f"{type(x).__name__} of {array.dtype}",
+            got=f"{kind} of {array.dtype}",
         )
     return array

@@ -185,6 +185,15 @@ def test_workers_may_give_one_element_in_different_kinds() -> None:
     assert in_job(body, 3) == [3.5] * 3
 
 
+def test_tensors_that_are_computed_and_lists_of_them_are_numbers() -> None:
+    def body(metrics: Metrics, worker: int) -> Any:
+        weights = torch.nn.Parameter(torch.tensor([0.25, 0.75]))
+        kinds = weights, list(weights), [weights[0], 0.75], list(weights.bfloat16()), weights.to(torch.float8_e4m3fn)
+        return [metrics.mae(each, torch.tensor([0, 1])) for each in kinds]
+
+    assert in_job(body, 2) == [[0.25] * 5] * 2
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "int64", "bool"])
 def test_arrays_give_arrays(dtype: str) -> None:
     shape = (2, 3)
@@ -235,6 +244,8 @@ def test_a_list_and_nothing_at_all() -> None:
         (lambda m: m.mse([[1.0], [1.0, 2.0]], [1.0]), ArgumentTypeError, "no numbers"),
         (lambda m: m.sum(None), ArgumentTypeError, r"metrics\.sum: .*no numbers.*got NoneType"),
         (lambda m: m.mean(1j), ArgumentTypeError, "no numbers"),
+        (lambda m: m.mae(torch.eye(2).to_sparse(), torch.eye(2)), ArgumentTypeError, "no numbers.*got Tensor"),
+        (lambda m: m.mae(np.ma.array([1.0, 2.0], mask=[0, 1]), [1, 1]), ArgumentTypeError, "got MaskedArray"),
     ],
 )
 def test_what_makes_no_sense(call: Callable[[Metrics], Any], error: type[Exception], words: str) -> None:
