@@ -422,6 +422,19 @@ def test_a_failure_at_any_point_leaves_a_whole_checkpoint_or_none(
     assert set(outcomes) == {before, 2}, "it failed before the new one was there, and after"
 
 
+def test_what_killed_writers_left_of_other_steps_is_removed(tmp_path: Path) -> None:
+    """Those of a series only, and not of a writer that lives."""
+    for dead in (".step-00000008.f949cd5e", ".step-123456789.01234567", ".notes.f949cd5e"):
+        (tmp_path / dead / "fleet-pieces-f949cd5e").mkdir(parents=True)
+        (tmp_path / dead / "fleet-pieces-f949cd5e" / places.MARK).touch()
+    with CheckpointWriter(str(tmp_path / "step-00000009")):
+        write_small(tmp_path / "step-00000010", 10)
+        names = sorted(os.listdir(tmp_path))
+        assert [name.rpartition(".")[0] for name in names] == [".notes", ".step-00000009", ""]
+        write_small(tmp_path / "other", 1)
+        assert sorted(os.listdir(tmp_path)) == [*names[:2], "other", names[2]]
+
+
 def test_waiting_workers_hear_of_the_writers_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     workers, fails, create = 3, [True], Directory.create
     all_claimed = when_claimed(monkeypatch, workers)

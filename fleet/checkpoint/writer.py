@@ -34,6 +34,8 @@ from fleet.plan.specs import JobSpec
 
 _TOKEN = "[0-9a-f]{8}"
 _FOLDER = "fleet-pieces-"
+#: What checkpoints of a series are called.
+_STEP = r"step-\d{8,}"
 #: What errors call it.
 _WHAT = "a checkpoint"
 #: Names of what a checkpoint is made of, or was to be: nobody else's things look like that.
@@ -109,10 +111,12 @@ class CheckpointWriter:
                 raise
 
     def _remove_dead_drafts(self) -> None:
-        """Remove what writers that were killed left beside this place."""
+        """Remove what writers that were killed left beside this place: of the same name, or of any other step, which a
+        series may never come to again."""
         if not isinstance(self._final, Directory) or self._inside:
             return
-        draft = re.compile(rf"\.{re.escape(self._final.path.name)}\.{_TOKEN}")
+        own = self._final.path.name
+        draft = re.compile(rf"\.{_STEP if re.fullmatch(_STEP, own) else re.escape(own)}\.{_TOKEN}")
         for name in self._ground.names():
             place = self._ground.within(name)
             if draft.fullmatch(name) and all(is_abandoned(place.within(inner)) for inner in place.names()):
