@@ -654,6 +654,7 @@ REFUSED = [
     ("--server_num x --worker_num 1 script.py", "invalid int value: 'x'"),
     ("--server_num 1 --worker_num 1 --grace -1 script.py", "--grace is not usable"),
     ("--server_num 1 --worker_num 1 --log_dir script.py script.py", "--log_dir cannot be made"),
+    ("--server_num 1 --worker_num 1 --log_dir s3://bucket/logs script.py", "--log_dir is not usable"),
     ("--server_num 3 --worker_num 1 --start_port 65534 script.py", "no room for 3 servers"),
     ("--severs a:1 script.py", "unrecognized arguments: --severs"),
     ("--server_num 1 --workers a script.py", "--server_num and --workers do not go together"),

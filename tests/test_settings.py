@@ -68,6 +68,9 @@ def test_blank_is_unset(name: str) -> None:
         ("FLEET_STARTUP_DEADLINE_S", "0", "a number above zero"),
         ("FLEET_HEARTBEAT_S", "x", "a number above zero"),
         ("FLEET_CHECK_FINITE", "maybe", "1 or 0"),
+        ("FLEET_DURABLE_DIR", "s3://bucket/kept", "a path on this machine, and no URL"),
+        ("FLEET_TABLE_DIR", "file:///rows", "a path on this machine, and no URL"),
+        ("FLEET_RECORD_DIR", "gs://bucket/record", "a path on this machine, and no URL"),
     ],
 )
 def test_unusable(name: str, text: str, expected: str) -> None:

@@ -91,6 +91,12 @@ def _address(text: str) -> Binding:
     return Binding(host, port)
 
 
+def _local_path(text: str) -> str:
+    if "://" in text:
+        raise ValueError(text)
+    return text
+
+
 MILLISECONDS = _duration("milliseconds", 1e-3)
 SECONDS = _duration("seconds", 1.0)
 MEBIBYTES = whole(unit=1 << 20, word="MiB")
@@ -100,3 +106,4 @@ PORT_OR_OFF = Kind("port, or `off`", _port_or_off, "a port, 0 for any, or off")
 ADDRESS = Kind("address", _address, "an address of this machine, as 10.0.0.1, [fd00::1], 0.0.0.0 or 10.0.0.1:6174")
 TEXT = Kind("text", str)
 PATH = Kind("path", str)
+LOCAL_PATH = Kind("path", _local_path, "a path on this machine, and no URL")

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from fleet.base.cluster import Binding
 from fleet.base.setting_kinds import (
     ADDRESS,
+    LOCAL_PATH,
     MEBIBYTES,
     MILLISECONDS,
     PATH,
@@ -224,7 +225,7 @@ class ObservingSettings:
     """Holds where a process shows its figures, beside what ``fleet top`` asks for; nowhere unless told to."""
 
     record_dir: str = setting(
-        *("FLEET_RECORD_DIR", PATH, "", _ALL),
+        *("FLEET_RECORD_DIR", LOCAL_PATH, "", _ALL),
         "a directory, where each process keeps a line a second, up to 8 MiB, for `fleet report`, `fleet top` and "
         "`fleet doctor`",
         default_in_words="none; under `fleetrun` its `--log_dir`",
@@ -310,7 +311,7 @@ class ProcessSettings:
         "([for Kubernetes](deploying/kubernetes.md#readiness)); takes the extra `health`",
     )
     durable_dir: str = setting(
-        *("FLEET_DURABLE_DIR", PATH, "", _SERVERS),
+        *("FLEET_DURABLE_DIR", LOCAL_PATH, "", _SERVERS),
         "the directory where servers keep what they have acknowledged, and go on from when they are started again "
         "([how](failures.md#durable-servers))",
     )
@@ -331,7 +332,7 @@ class ProcessSettings:
         default_in_words="as much as they need",
     )
     table_dir: str = setting(
-        *("FLEET_TABLE_DIR", PATH, "", _SERVERS),
+        *("FLEET_TABLE_DIR", LOCAL_PATH, "", _SERVERS),
         "the directory of these files, on a local disk; servers of one host may share it",
         default_in_words="the system's temporary directory",
     )

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from fleet.base import checks
 from fleet.base.cluster import Endpoint
+from fleet.base.setting_kinds import LOCAL_PATH
 from fleet.base.settings import PROCESS_ENVIRONMENT, ProcessSettings, under_present_names
 from fleet.base.unknown_variables import remarks
 from fleet.errors import AuthenticationError, ConfigurationError, DeadlineError, FleetError
@@ -116,7 +117,7 @@ def _run(argv: list[str], prog: str) -> int:
         raise ConfigurationError("--grace is not usable", expected="seconds, 0 or more", got=f"{options.grace:g}")
     _check_restarts(options.max_restarts, has_servers=(options.servers, options.server_num) != (None, None))
     plan = _plan(options, [sys.executable, *python_arguments(command, as_module=options.m)])
-    log_dir, record_dir = Path(options.log_dir), _record_dir(options)
+    log_dir, record_dir = Path(LOCAL_PATH.read("--log_dir", options.log_dir)), _record_dir(options)
     folders = {record_dir: "FLEET_RECORD_DIR", log_dir.resolve(): "--log_dir"}
     for folder, chosen_by in folders.items():
         _make_writable(chosen_by, folder)
@@ -411,7 +412,8 @@ def _make_writable(name: str, directory: Path) -> None:
 
 def _record_dir(options: argparse.Namespace) -> Path:
     """Return where the processes keep their figures, for the view and ``fleet report``."""
-    return Path(PROCESS_ENVIRONMENT.get("FLEET_RECORD_DIR", "").strip() or options.log_dir).resolve()
+    given = PROCESS_ENVIRONMENT.get("FLEET_RECORD_DIR", "").strip()
+    return Path(LOCAL_PATH.read("FLEET_RECORD_DIR", given) if given else options.log_dir).resolve()
 
 
 def _wants_live_view(asked: str) -> bool:
