@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from harness import assert_close, run_job, values
@@ -17,7 +18,8 @@ from test_edits import AHEAD, EXACT, STEPS, TEMPLATE, alike, loss_of
 from test_parity_dense import OPTIMIZERS
 
 from fleet import Fleet
-from fleet.errors import ConfigurationError, UnsupportedError
+from fleet.errors import CheckpointError, ConfigurationError, FleetError, JobAbortedError, UnsupportedError
+from fleet.kernels import RULES
 from fleet.strategy.parameter_server import StrategyFactory
 
 Script = Callable[[torch.nn.Module, Any, int, int], None]
@@ -58,6 +60,109 @@ def minimized(optimizer: Any, loss: torch.Tensor) -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+
+
+# ---------------------------------------------------------------- options that change
+
+#: What a script may set amid a job, where it is not so already.
+SET: dict[type, tuple[Any, ...]] = {bool: (True, False), float: (0.25, np.float32(0.25), torch.tensor(0.25), 1, 0)}
+
+
+def changed_amid(cls: Any, rows: bool, option: str, value: Any, there: bool) -> list[torch.Tensor]:
+    """Values after two steps with an option and two more with another value of it, or as it was if that is refused."""
+    torch.manual_seed(0)
+    sparse = there or cls is torch.optim.SparseAdam
+    model = torch.nn.Embedding(4, 3, sparse=sparse) if rows else torch.nn.Linear(4, 3, bias=False)
+    params, before = list(model.parameters()), 0.01
+    own = cls(params, lr=before)
+    optimizer, fleet = own, Fleet(environ={})
+    if there:
+        fleet.init()
+        optimizer = fleet.distributed_optimizer(own, model=model)
+        fleet.init_worker()
+    given = torch.arange(4) if rows else torch.ones(2, 4)
+    for step in range(4):
+        if step == 2:
+            former, optimizer.param_groups[0][option] = optimizer.param_groups[0][option], value
+        optimizer.zero_grad()
+        model(given).square().sum().backward()
+        try:
+            optimizer.step()
+        except (FleetError, KeyError, TypeError, AssertionError, RuntimeError):
+            optimizer.param_groups[0][option] = former
+            optimizer.step()
+    found = [p.detach().clone() for p in params]
+    if there:
+        fleet.stop_worker()
+    return found
+
+
+@pytest.mark.parametrize("rows", [False, True], ids=["dense", "rows"])
+@pytest.mark.parametrize("name", sorted(RULES))
+def test_an_option_that_changes_takes_effect_or_is_refused(name: str, rows: bool) -> None:
+    """What torch fails at is refused before anything changes, and the job goes on without it."""
+    rule = RULES[name]
+    if not (rule.rows if rows else rule.dense):
+        pytest.skip(f"{name} does not train these")
+    defaults = rule.optimizer([torch.nn.Parameter(torch.zeros(2, 2))]).defaults
+    for option, default in defaults.items():
+        for value in SET.get(type(default), ()):
+            if option == "differentiable" or (option == "d" and value == 0):  # by which Adafactor divides
+                continue
+            theirs = changed_amid(rule.optimizer, rows, option, value, there=False)
+            ours = changed_amid(rule.optimizer, rows, option, value, there=True)
+            for one, other in zip(ours, theirs, strict=True):
+                # Rows of Adam have SparseAdam's eps.
+                near = 1e-2 if rows and name in ("Adam", "Ftrl", "NAdam") else 1e-5
+                torch.testing.assert_close(one, other, rtol=near, atol=near, equal_nan=True, msg=f"{option}={value!r}")
+
+
+LATE = {
+    "amsgrad": lambda params, on: torch.optim.Adam(params, amsgrad=on),
+    "momentum": lambda params, on: torch.optim.RMSprop(params, momentum=0.9 * on),
+    "centered": lambda params, on: torch.optim.RMSprop(params, centered=on),
+}
+
+
+@pytest.mark.parametrize("rows", [False, True], ids=["dense", "rows"])
+@pytest.mark.parametrize("option", LATE)
+def test_what_is_kept_from_the_first_step_on_is_not_begun_from_a_checkpoint(
+    option: str, rows: bool, tmp_path: Path
+) -> None:
+    def job(on: bool) -> None:
+        model = torch.nn.Embedding(4, 3, sparse=True) if rows else torch.nn.Linear(4, 3)
+        alone = Fleet(environ={})
+        alone.init()
+        if on:
+            alone.init_server(str(tmp_path))
+        optimizer = alone.distributed_optimizer(LATE[option](model.parameters(), on), model=model)
+        alone.init_worker()
+        optimizer.minimize(model(torch.arange(4) if rows else torch.ones(2, 4)).sum())
+        alone.save_persistables(str(tmp_path))
+        alone.stop_worker()
+
+    job(on=False)
+    with pytest.raises((JobAbortedError, CheckpointError), match=f"{option}=.* comes too late for 'weight'"):
+        job(on=True)
+
+
+def test_a_worker_that_has_another_option_on_is_told() -> None:
+    """Worker 1 begins with what worker 0, whose options rule, has not: from the second step on servers lack it."""
+
+    def body(fleet: Fleet, index: int) -> None:
+        model = torch.nn.Linear(4, 3)
+        adam = torch.optim.Adam(model.parameters(), amsgrad=index == 1)
+        optimizer = fleet.distributed_optimizer(adam, model=model)
+        fleet.init_worker()
+        optimizer.minimize(model(torch.ones(2, 4)).sum())
+        fleet.barrier_worker()
+        if index == 1:
+            with pytest.raises(UnsupportedError, match="amsgrad=True of Adam comes too late for 'weight'"):
+                optimizer.minimize(model(torch.ones(2, 4)).sum())
+            adam.param_groups[0]["amsgrad"] = False
+        optimizer.minimize(model(torch.ones(2, 4)).sum())
+
+    run_job(body, 2)
 
 
 # ---------------------------------------------------------------- parameters that are frozen for a while

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fleet.kernels.adam_family import OPTIONS, MomentRows, decay_and_shrink
+from fleet.kernels.adam_family import AMSGRAD, OPTIONS, MomentRows, decay_and_shrink
 from fleet.kernels.rule import Rule, column, scalars
 from fleet.numeric.jit import AHEAD, Array, Ids, Rows, compiled, prefetch, row
 
@@ -86,6 +86,6 @@ def _step(
 
 
 RULES = (
-    Rule(torch.optim.Adam, rows=AdamRows()),
+    Rule(torch.optim.Adam, rows=AdamRows(), kept_from_the_first=AMSGRAD),
     Rule(torch.optim.SparseAdam, dense=False, rows=SparseAdamRows()),
 )

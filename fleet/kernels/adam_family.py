@@ -24,6 +24,9 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "RAdam": _DECAYING,
 }
 
+#: What an option keeps from the first step on (``Rule.kept_from_the_first``).
+AMSGRAD: Mapping[str, str] = {"amsgrad": "max_exp_avg_sq"}
+
 
 def fading(options: Mapping[str, Any]) -> tuple[str, ...]:
     """Name what moves the moments of rows without a gradient, and by them the rows; and weight decay."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fleet.kernels.adam_family import OPTIONS, MomentRows, decay_and_shrink
+from fleet.kernels.adam_family import AMSGRAD, OPTIONS, MomentRows, decay_and_shrink
 from fleet.kernels.rule import Rule, column, scalars
 from fleet.numeric.jit import AHEAD, Array, Ids, Rows, compiled, prefetch, row
 
@@ -80,4 +80,4 @@ def _step(
             w[j] -= rate * m[j] / (np.sqrt(second) / root2 + eps)
 
 
-RULE = Rule(torch.optim.AdamW, rows=AdamWRows())
+RULE = Rule(torch.optim.AdamW, rows=AdamWRows(), kept_from_the_first=AMSGRAD)

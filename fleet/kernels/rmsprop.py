@@ -97,4 +97,8 @@ def _step(
             w[j] -= lr * change
 
 
-RULE = Rule(torch.optim.RMSprop, rows=RMSpropRows())
+RULE = Rule(
+    torch.optim.RMSprop,
+    rows=RMSpropRows(),
+    kept_from_the_first={"momentum": "momentum_buffer", "centered": "grad_avg"},
+)

@@ -6,7 +6,7 @@ dense formula on the rows touched in a step and nothing on the others, in torch'
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol
@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from fleet.errors import UnsupportedError
 from fleet.numeric.jit import Array, Ids, Rows
 
 #: Options that choose among torch's implementations of one formula; rows have a single one, so they mean nothing there.
@@ -72,6 +73,8 @@ class Rule:
     rows: RowKernel | None = None  #: None: it cannot update rows of a table
     constructor_only: frozenset[str] = frozenset()  #: options read in the constructor, whatever a group says
     refused: Mapping[str, str] = field(default_factory=lambda: REFUSED_OPTIONS)
+    kept_from_the_first: Mapping[str, str] = field(default_factory=dict)
+    """Options with a state that is only made in a parameter's first step: they cannot be turned on after that."""
 
     @property
     def joinable(self) -> bool:
@@ -81,6 +84,19 @@ class Rule:
     @property
     def name(self) -> str:
         return self.optimizer.__name__
+
+    def refuse_late(self, options: Mapping[str, Any], kept: Collection[str], of: str) -> None:
+        """Refuse options that are on, and whose state is not among what has been ``kept`` since the first step."""
+        for option, state in self.kept_from_the_first.items():
+            if options.get(option) and state not in kept:
+                raise self.too_late(option, options[option], of)
+
+    def too_late(self, option: str, value: object, of: str) -> UnsupportedError:
+        """Return the error for an option that was turned on after the first step."""
+        return UnsupportedError(
+            f"{option}={value!r} of {self.name} comes too late for {of}: what it goes by begins with the first step",
+            todo=f"Leave {option} as it was, or begin with it.",
+        )
 
 
 def column(state: Mapping[str, Rows], name: str, weights: Rows) -> Rows:

@@ -8,6 +8,7 @@ import pickle
 import types
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -133,6 +134,24 @@ def _(s: Script) -> None:
         for group in s.optimizer.param_groups:
             group[name] = value
         s.step(2)
+
+
+@refused(
+    "`group['amsgrad'] = True` in a running job, RMSprop's `momentum` or `centered` turned on",
+    "amsgrad=True of Adam comes too late",
+    optimizers=lazily,
+)
+def _(s: Script) -> None:
+    s.optimizer.param_groups[0]["amsgrad"] = True
+    s.step()
+
+
+@as_in_torch("options that are numpy's numbers, a switch that is 1: `group['lr'] = np.float32(0.03)`")
+def _(s: Script) -> None:
+    s.optimizer.param_groups[0].update(lr=np.float32(0.03), momentum=np.float64(0.0), maximize=1)
+    s.step()
+    s.optimizer.param_groups[0].update(lr=np.int64(0), maximize=0)
+    s.step()
 
 
 @as_in_torch(

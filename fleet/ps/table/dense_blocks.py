@@ -281,6 +281,13 @@ class DenseBlocks:
         for optimizer in self._optimizers.values():
             optimizer.state.clear()
 
+    def check_state(self, options: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse options that need a state which is made in a parameter's first step, where that is over."""
+        for run in self._each_run():
+            if state := self._optimizer_of(run).state.get(run.param):
+                group, first = self._plan.spec.groups[run.group], self._plan.param_of(run.slots[0].block)
+                RULES[group.rule].refuse_late(options[run.group], state, repr(first.name))
+
     def restore(self, states: Sequence[BlockState]) -> None:
         """Set the optimizer state of all blocks, by position, as a checkpoint says."""
         self._split(lambda one, other: agree(states[one.position], states[other.position]))

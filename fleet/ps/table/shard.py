@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -236,7 +236,9 @@ class Shard:
     def check(self, contribution: Contribution) -> None:
         """Refuse what does not fit before it becomes part of a round, where it would be everybody's problem."""
         if contribution.options != self._options_text:
-            self._check_kinds(self.check_options(self.plan, contribution.options))
+            options = self.check_options(self.plan, contribution.options)
+            self._check_kinds(options)
+            self._check_state(options)
         if contribution.joined is None:
             for index, (ids, grads) in contribution.rows.items():
                 table = self.table(index)
@@ -284,6 +286,31 @@ class Shard:
                     raise ProtocolError(
                         "an option has become something else", where=name, expected=ours[name], got=repr(value)[:80]
                     )
+
+    def _check_state(self, options: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse options that are turned on too late."""
+        groups = self.plan.spec.groups
+        for group, ours, theirs in zip(groups, self._options, options, strict=True):
+            # Of dense parameters that are trained on the workers a server knows neither rule nor options.
+            names = RULES[group.rule].kept_from_the_first if group.options else ()
+            if any(theirs[name] and not ours[name] for name in names):
+                self.check_dense_state(options)
+                for table in self.tables:
+                    if table.step:
+                        self.check_row_state(table, table.columns, options)
+
+    def check_dense_state(self, options: Sequence[Mapping[str, Any]] | None = None) -> None:
+        """Refuse ``options``, or the present ones, that need what was not kept of dense parameters."""
+        self.dense.check_state(options or self._options)
+
+    def check_row_state(
+        self, table: Table, kept: Collection[str], options: Sequence[Mapping[str, Any]] | None = None
+    ) -> None:
+        """Refuse those that need what was not ``kept`` of a table's rows."""
+        group = table.spec.group
+        RULES[self.plan.spec.groups[group].rule].refuse_late(
+            (options or self._options)[group], kept, repr(table.spec.name)
+        )
 
     def table(self, index: int) -> Table:
         tables = self.tables

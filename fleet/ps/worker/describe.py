@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 
 from fleet.errors import ArgumentTypeError, UnsupportedError
@@ -146,6 +147,7 @@ class Description:
 
     def continued_by(self, fresh: Description) -> Description:
         """Return ``fresh``, which describes the same optimizers later, in an order that begins with this one's."""
+        self.options()  # refuses what they must not have become since
         groups, specs = list(self.groups), list(self.spec.groups)
         places = {id(group): index for index, group in enumerate(groups)}
         for group, group_spec in zip(fresh.groups, fresh.spec.groups, strict=True):
@@ -187,9 +189,24 @@ class Description:
         spec, group = self.spec.groups[index], self.groups[index]
         if not spec.options:  # its optimizer steps on the workers, and servers have no part in it
             return {}
-        defaults, fixed = self.optimizers[spec.optimizer].defaults, RULES[spec.rule].constructor_only
-        _refuse_options(RULES[spec.rule], group)
-        return {name: _plain(defaults[name] if name in fixed else group[name], name) for name in spec.options}
+        rule, defaults = RULES[spec.rule], self.optimizers[spec.optimizer].defaults
+        _refuse_options(rule, group)
+        for name in self._off[index]:
+            if group[name]:
+                raise rule.too_late(name, group[name], f"param group {index}")
+        fixed = rule.constructor_only
+        given = {name: defaults[name] if name in fixed else group[name] for name in spec.options}
+        # Torch asks of a switch whether it is true.
+        return {name: bool(v) if type(defaults[name]) is bool else _plain(v, name) for name, v in given.items()}
+
+    @cached_property
+    def _off(self) -> tuple[tuple[str, ...], ...]:
+        """Return, by group, the options that cannot be turned on in the running job."""
+        named = zip(self.spec.groups, self.groups, strict=True)
+        return tuple(
+            tuple(name for name in RULES[spec.rule].kept_from_the_first if not group[name]) if spec.options else ()
+            for spec, group in named
+        )
 
 
 @contextmanager
@@ -396,7 +413,7 @@ def _table_spec(name: str, handle: TableHandle, group: int) -> TableSpec:
 
 def _plain(value: Any, name: str) -> Any:
     """Return an option in a form that JSON carries without loss."""
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
+    if (isinstance(value, torch.Tensor) and value.numel() == 1) or isinstance(value, np.generic):
         return value.item()
     if isinstance(value, tuple | list):
         return [_plain(item, name) for item in value]
