@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable
@@ -516,9 +517,9 @@ def test_another_shape_is_refused_by_name() -> None:
 
 
 class Interrupts:
-    """Raises KeyboardInterrupt, as Ctrl-C does, at the n-th line that this thread runs of these files of a worker."""
+    """Sends this process a Ctrl-C at the n-th line that this thread runs of these files of a worker."""
 
-    FILES = ("edits", "upload", "push", "step", "trained_model", "runtime")
+    FILES: tuple[str, ...] = ("edits", "upload", "push", "step", "trained_model", "runtime")
 
     def __init__(self, at: int) -> None:
         self.left = at
@@ -530,7 +531,7 @@ class Interrupts:
         if event == "line":
             self.left -= 1
             if self.left == 0:
-                raise KeyboardInterrupt
+                signal.raise_signal(signal.SIGINT)
         return self
 
 

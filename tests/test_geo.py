@@ -25,6 +25,7 @@ from fleet.ps.table.changes import Changes
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.ps.wire.transport import Channel, Handler, Listener, Respond
+from fleet.ps.worker.geo_replica import Replica
 from fleet.role_maker import Role, UserDefinedRoleMaker
 from fleet.transpiler import DistributeTranspilerConfig
 
@@ -784,3 +785,47 @@ def test_other_servers_know_what_each_worker_is_to_be_told(piece_bytes: int, mon
     assert others.take(0, 2)[4].tolist() == [5]
     others.mark(0, 4, np.array([5, 9]))
     assert others.take(1, 1)[4].tolist() == [9]
+
+
+def test_rows_that_a_hook_adds_take_the_step_though_their_fetch_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters have taken it by then, so the next call finishes it; it is counted once."""
+
+    def add_row(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        (weight,) = [p for p in optimizer.param_groups[0]["params"] if p.shape == (4, 1)]
+        weight.grad = torch.ones(4, 1)
+
+    def script(there: bool) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        model = torch.nn.Sequential(torch.nn.Embedding(4, 1, sparse=there), torch.nn.Linear(1, 1))
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        sgd.register_step_pre_hook(add_row)
+        alone, optimizer = Fleet(environ={}), sgd
+        if there:
+            alone.init()
+            optimizer = alone.distributed_optimizer(sgd, geo(2), model=model)
+            alone.init_worker()
+        for step in range(3):
+            optimizer.zero_grad()
+            model(torch.tensor([0])).sum().backward()
+            if there and step == 0:
+                hold = Replica.hold
+                with monkeypatch.context() as patched:
+                    patched.setattr(Replica, "hold", failing(hold))
+                    with pytest.raises(DeadlineError):
+                        optimizer.step()
+            else:
+                optimizer.step()
+        found = [model[1].weight.detach().clone(), model[0].weight.detach().clone()]
+        if there:
+            alone.stop_worker()
+        return found
+
+    def failing(hold: Any) -> Any:
+        def fail(self: Replica, rows: Any, fetch: Any) -> None:
+            if any(len(ids) > 1 for ids, _ in rows.values()):
+                raise DeadlineError("a server is silent")
+            hold(self, rows, fetch)
+
+        return fail
+
+    assert_close(script(there=True), script(there=False))

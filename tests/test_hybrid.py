@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,11 +15,12 @@ import pytest
 import torch
 from harness import PATIENT, SOON, Job, assert_close, run_job, until, values
 from inside import leave, worker_of
+from test_edits import Interrupts
 from test_parity_dense import OPTIMIZERS, TEMPLATE, loss_of, make_model, reference
 
 import fleet.nn
 from fleet import Fleet, StrategyFactory
-from fleet.errors import ArgumentTypeError, ConfigurationError, UnsupportedError
+from fleet.errors import ArgumentTypeError, ConfigurationError, NonFiniteGradientError, StateError, UnsupportedError
 from fleet.ps.worker.dense_group import DenseGroup
 from fleet.role_maker import Role, UserDefinedRoleMaker
 from fleet.transpiler import DistributeTranspilerConfig
@@ -88,6 +91,125 @@ def check(hybrid: list[list[torch.Tensor]], servers: list[list[torch.Tensor]]) -
 def each_step(optimizer: Any, model: Net, worker: int) -> None:
     for step in range(STEPS):
         optimizer.minimize(model.loss(step, worker))
+
+
+# --- Interrupted ------------------------------------------------------------------------------------------------------
+
+
+class Interrupted(Interrupts):
+    FILES = (*Interrupts.FILES, "dense_training", "dense_reducer", "describe", "geo_replica", "gradient_merge")
+
+
+def taken(mode: str, at: int) -> tuple[set[float], bool]:
+    """What all parameters and rows are, which begin with 0 and gain 1 in each of 4 steps, of which Ctrl-C struck the
+    second at its n-th line; and whether it did."""
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(torch.zeros(3))
+    model.table = torch.nn.Embedding(3, 1, sparse=True, _weight=torch.zeros(3, 1))
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    sgd.register_step_pre_hook(lambda *_: None)
+    alone = Fleet(environ={})
+    alone.init()
+    optimizer = alone.distributed_optimizer(sgd, INTERRUPTED[mode](), model=model)
+    alone.init_worker()
+    interrupts, before = Interrupted(at), sys.gettrace()
+    for step in range(4):
+        loss = -(model.weight.sum() + model.table(torch.arange(3)).sum())
+        sys.settrace(interrupts if step == 1 else before)
+        with contextlib.suppress(KeyboardInterrupt):
+            optimizer.minimize(loss)
+        sys.settrace(before)
+    alone.barrier_worker()
+    found = {*model.weight.tolist(), *model.table.weight.detach().flatten().tolist()}
+    alone.stop_worker()
+    return found, interrupts.left <= 0
+
+
+INTERRUPTED: dict[str, Callable[[], Any]] = {
+    "sync": lambda: sync(dense="all_reduce"),
+    "async": lambda: StrategyFactory.create_async_strategy(dense="all_reduce"),
+    "half": lambda: StrategyFactory.create_half_async_strategy(dense="all_reduce"),
+    "geo": lambda: StrategyFactory.create_geo_strategy(2),
+}
+
+
+@pytest.mark.parametrize("mode", INTERRUPTED)
+def test_a_step_that_ctrl_c_strikes_happens_whole_or_not_at_all(mode: str) -> None:
+    """Every 37th line is tried."""
+    at, is_hit, both = 1, True, set()
+    while is_hit:
+        found, is_hit = taken(mode, at)
+        assert found in ({3.0}, {4.0}), at
+        both |= found
+        at += 37
+    assert both == {3.0, 4.0}
+
+
+@pytest.mark.parametrize("mode", ["sync", "async", "half"])
+@pytest.mark.parametrize("wrong", ["a row", "an option"])
+def test_a_step_that_is_refused_has_changed_nothing(mode: str, wrong: str) -> None:
+    def body(fleet_: Fleet, _: int) -> None:
+        model = torch.nn.Module()
+        model.weight = torch.nn.Parameter(torch.zeros(3))
+        model.table = torch.nn.Embedding(3, 1, sparse=True, _weight=torch.zeros(3, 1))
+        own = [torch.optim.SGD([model.weight], lr=1.0), torch.optim.SGD([model.table.weight], lr=1.0)]
+        strategy = INTERRUPTED[mode]()
+        optimizer = fleet_.distributed_optimizer(own, dataclasses.replace(strategy, check_finite=True), model=model)
+        fleet_.init_worker()
+        loss = -(model.weight.sum() + model.table(torch.arange(3)).sum())
+        if wrong == "a row":
+            with pytest.raises(NonFiniteGradientError, match="the gradient of a row of 'table"):
+                optimizer.minimize(loss + model.table(torch.tensor([1])).sum() * float("inf"))
+        else:
+            own[1].param_groups[0]["lr"] = [1.0, object()]
+            with pytest.raises(ArgumentTypeError, match="the option lr of an optimizer cannot travel"):
+                optimizer.minimize(loss)
+            own[1].param_groups[0]["lr"] = 1.0
+        assert model.weight.tolist() == [0.0] * 3
+        optimizer.minimize(-(model.weight.sum() + model.table(torch.arange(3)).sum()))
+        fleet_.barrier_worker()
+        assert {*model.weight.tolist(), *model.table.weight.detach().flatten().tolist()} == {1.0}
+
+    run_job(body)
+
+
+@pytest.mark.parametrize(("step", "collective"), [(0, 0), (0, 1), (2, 0)], ids=["plain", "plain, later", "buckets"])
+def test_a_round_that_ctrl_c_strikes_is_done_over(
+    net: Net, monkeypatch: pytest.MonkeyPatch, step: int, collective: int
+) -> None:
+    """A worker is interrupted in its backward, when it has sent so much of it; it goes backward once more."""
+    finish, left = DenseGroup.finish, [collective]
+
+    def interrupted(self: DenseGroup, *given: Any) -> None:
+        if threading.current_thread().name == "job-work-1" and self.rounds == step and left:
+            if left[0] == 0:
+                left.clear()
+                raise KeyboardInterrupt
+            left[0] -= 1
+        finish(self, *given)
+
+    def body(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
+        model = copy.deepcopy(net.dense[::2])
+        optimizer = fleet_.distributed_optimizer(
+            torch.optim.Adam(model.parameters(), lr=0.1), sync(dense="all_reduce"), model=model
+        )
+        fleet_.init_worker()
+        monkeypatch.setattr(DenseGroup, "finish", interrupted)
+        for _ in range(STEPS):
+            try:
+                optimizer.minimize(model(torch.ones(2, 4)).square().mean() * (worker + 1))
+            except KeyboardInterrupt:
+                with pytest.raises(StateError, match="a backward ended in an exception"):
+                    optimizer.step()
+                optimizer.minimize(model(torch.ones(2, 4)).square().mean() * (worker + 1))
+        return values(model)
+
+    one, other = run_job(body, 2, environ=SOON)
+    assert not left
+    monkeypatch.undo()
+    undisturbed = run_job(body, 2)
+    assert_close(one, other, 0)
+    assert_close(one, undisturbed[0])
 
 
 # --- Synchronous: the same as on servers ------------------------------------------------------------------------------

@@ -27,8 +27,9 @@ from torch._C._distributed_c10d import Reducer as _Reducer
 
 from fleet.averaging.communicators import Communicators
 from fleet.averaging.exchange import Exchange, Finish
+from fleet.base.interruption import uninterrupted
 from fleet.base.turns import Turns
-from fleet.errors import UnsupportedError
+from fleet.errors import StateError, UnsupportedError
 from fleet.nn.trainables import ElementTypes
 
 #: Sizes of DistributedDataParallel's own: the first bucket is small, so that sending begins early.
@@ -72,7 +73,7 @@ class Reducer:
         self._turns = turns
         self.enabled = True
         self._taking_part = True
-        self._is_open = False
+        self._is_open = self._is_in_round = False
         self._is_settled = False
         self._seen: set[int] = set()
         #: what this worker says in its next round
@@ -117,7 +118,7 @@ class Reducer:
     @property
     def was_interrupted(self) -> bool:
         """Say whether a backward began a round and ended in an exception before it was complete."""
-        return self._is_open
+        return self._is_in_round
 
     def close(self) -> None:
         """Let go of the parameters."""
@@ -135,10 +136,15 @@ class Reducer:
                 self._open()
             self._seen.add(index)
 
-    def _open(self) -> None:
+    def _enter_round(self) -> None:
         self._turns.refuse_fork("backward()")
+        if self._is_in_round:
+            raise interrupted()
+        self._is_open = self._is_in_round = True
+
+    def _open(self) -> None:
         self._types.check()
-        self._is_open = True
+        self._enter_round()
         self._seen.clear()
         self._pending.clear()
         self._reducer.prepare_for_backward([])
@@ -230,6 +236,11 @@ class Reducer:
     def _end_round(self, done: Round) -> None:
         self._group.count_round()
         self._on_round(done)
+        with uninterrupted():  # or this worker would be elsewhere than the others think
+            self._leave_round()
+
+    def _leave_round(self) -> None:
+        self._is_in_round = False
 
     def _correct(self, marks: Sequence[float], workers: int) -> None:
         """Drop the gradients of parameters that no worker has one for, and divide by the number of those who took
@@ -242,6 +253,16 @@ class Reducer:
                 param.grad = None
         if present and workers < self._group.size:
             torch._foreach_mul_(present, self._group.size / workers)
+
+
+def interrupted(where: str | None = None) -> StateError:
+    """Return the error for a round that an exception has ended, as an interruption does."""
+    return StateError(
+        "a backward ended in an exception, and the other workers wait for its gradients",
+        where=where,
+        todo="Let the exception end the script, which ends the job for all. With servers, a look-up and a whole "
+        "backward before the next step() let it go on.",
+    )
 
 
 def _accumulator(param: torch.nn.Parameter) -> Any:

@@ -149,6 +149,9 @@ class DenseGroup:
                 # Somebody was lost in between: what is known of that comes with the next meeting.
                 _log.warning("worker %d could not connect to the others, and meets them again: %s", self._worker, error)
                 self._is_broken = True
+            except BaseException:
+                self._is_broken = True
+                raise
 
     def _meet(self, step: int, steps: int, device: torch.device, *, broken: bool, has_values: bool) -> list[Comer]:
         host = _own_address(self._first.endpoint.host, self._first.endpoint.port)
@@ -194,6 +197,10 @@ class DenseGroup:
 
     def _tell(self, step: int, meet: pb.Meet, what: str) -> None:
         self.following(lambda: self._first.call(Frame(self._first.request(step, meet=meet)), what))
+
+    def break_off(self) -> None:
+        """Give up what this worker was doing with the others, who hear of it when it meets them next."""
+        self._is_broken = self.is_unfinished = True
 
     def close(self) -> None:
         """Let go of the connections."""
@@ -267,7 +274,7 @@ class DenseGroup:
         try:
             yield
         except BaseException:
-            self.is_unfinished = True
+            self.break_off()
             raise
         finally:
             self._whereabouts.together = Together(group, place)

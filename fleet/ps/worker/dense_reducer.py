@@ -95,18 +95,19 @@ class LastingReducer(Reducer):
 
     def _open(self) -> None:
         group = self._lasting
+        # A round that was interrupted may be over elsewhere.
         if group.must_meet:
             self._turns.refuse_fork("backward()")
-            self._meet(in_backward=True)
-        self.is_taken_over = False
-        self._is_plain = not group.has_buckets
+            self.is_taken_over = self._meet(in_backward=True)
+        else:
+            self.is_taken_over = False
+        self._is_plain = self.is_taken_over or not group.has_buckets
         assert self._is_plain or not self.is_outdated, "who said that it is ready has a reducer of this group"
         if not self._is_plain:
             super()._open()
             return
-        self._turns.refuse_fork("backward()")
         self._types.check()
-        self._is_open = True
+        self._enter_round()
         self._seen.clear()
         self._engine.queue_callback(self._close)
 
@@ -126,7 +127,8 @@ class LastingReducer(Reducer):
             super()._close()
             return
         self._is_open = False
-        self._average_plainly([param.grad for param in self._params])
+        if not self.is_taken_over:
+            self._average_plainly([param.grad for param in self._params])
         self._engine.queue_callback(self._finish)
 
     def _complete(self, counting: dist.Work | None) -> None:
@@ -216,6 +218,7 @@ class LastingReducer(Reducer):
             return
         if self.is_taken_over:
             self._on_round(Round(()))
+            super()._leave_round()
             return
         for param, (average, mark) in zip(self._params, self._averages, strict=True):
             if mark > 0 and param.grad is None:
@@ -225,8 +228,8 @@ class LastingReducer(Reducer):
         self._averages = []
         self._end_round(self._settle(self._counted, 1))
 
-    def _end_round(self, done: Round) -> None:
-        super()._end_round(done)
+    def _leave_round(self) -> None:
+        super()._leave_round()
         self._lasting.advance()
 
     def _settle(self, counted: Sequence[float], divided_by: int) -> Round:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fleet.averaging.reducer import Round, one_device
+from fleet.averaging.reducer import Round, interrupted, one_device
 from fleet.base.turns import Turns
 from fleet.checkpoint.manifest import DENSE
 from fleet.errors import FleetError, NonFiniteGradientError, StateError
@@ -76,6 +76,10 @@ class DenseTraining:
         self._is_replaced = False
         #: whether this worker has taken a step in the present group, and has a reducer for it
         self._is_ready = False
+        #: whether a step was taken, and may make another group necessary before the next
+        self._is_ending = False
+        #: whether a backward was interrupted, and its gradients are to no use
+        self._is_unaveraged = False
         #: how often the values had been replaced of the first server that these are like
         self._loads = 0
 
@@ -262,32 +266,42 @@ class DenseTraining:
 
     # ---------------------------------------------------------------- a step
 
-    def step(self, update: Callable[[], None], *, if_finite: bool) -> bool:
-        """Take one step on the present gradients; ``update`` lets the wrapped optimizers step. With ``if_finite`` it
-        is left out if a gradient is not finite; return whether it was not."""
+    def begin_step(self, *, if_finite: bool) -> bool:
+        """Have all that a step goes by: gradients that are averaged, and clipped. Return whether it is to be taken:
+        with ``if_finite`` not if a gradient is not finite."""
         if self._is_armed_alone and self.group.must_meet:
             self._meet()
             self._arm()
         reducer = self._armed
-        if reducer.was_interrupted:
-            raise StateError(
-                "a backward ended in an exception, and the other workers wait for its gradients",
-                where=f"worker {self._worker}",
-                todo="Let the exception end the script, which ends the job for all.",
-            )
-        if self.group.rounds == self._rounds_before and not reducer.is_taken_over:
+        has_averaged = self.group.rounds != self._rounds_before or reducer.is_taken_over
+        if reducer.was_interrupted or (self._is_unaveraged and not has_averaged):
+            raise interrupted(f"worker {self._worker}")
+        if not has_averaged:
             reducer.check_watching()
             self._run_round(taking_part=True)  # nothing was averaged since the last step
         is_taken = not if_finite or self._is_finite()
-        if reducer.is_taken_over:
-            reducer.is_taken_over = False
-        elif is_taken:
+        if is_taken and not reducer.is_taken_over:
             if self._check_finite:
                 self._refuse_infinite()
             self._clip()
+        return is_taken
+
+    def take_step(self, update: Callable[[], None] | None) -> None:
+        """Take the step that was begun: ``update`` lets the wrapped optimizers step."""
+        reducer = self._armed
+        if update is not None and not reducer.is_taken_over:
             with self._described.steps_without_tables():
                 update()
-        return is_taken
+        reducer.is_taken_over = False
+        self._steps += not self._is_late
+        self._be_between_steps()
+        self._is_ending = True
+
+    def _be_between_steps(self) -> None:
+        self._rounds_before = self.group.rounds
+        self._is_ready = self.group.rounds_here > 0
+        self._is_unaveraged = False
+        self._armed.says = self._words(leaving=False)
 
     def _clip(self) -> None:
         """Clip the averaged gradient by its norm, rows' parts included, where the strategy says so."""
@@ -298,15 +312,23 @@ class DenseTraining:
     def end_step(self) -> None:
         """Make another group if it is time for one, when the step is through."""
         group = self.group
-        self._steps += not self._is_late
         if group.must_meet:
             self._meet()
         # The first round of a group is alike for all, whatever reducer they have, but one that knows of nobody else.
         if self._armed.is_outdated and (group.rounds_here > 0 or self._is_armed_alone):
             self._arm()
-        self._rounds_before = group.rounds
-        self._is_ready = group.rounds_here > 0
-        self._armed.says = self._words(leaving=False)
+        self._be_between_steps()
+        self._is_ending = False
+
+    def finish_interrupted(self) -> None:
+        """Finish a step, or drop a round, that an exception has ended. The others meet this worker for another round,
+        in its next backward."""
+        if self._is_ending:
+            self.end_step()
+        if self._reducer is not None and self._reducer.was_interrupted:
+            self._is_unaveraged = True
+            self.group.break_off()
+            self._arm()
 
     def _words(self, *, leaving: bool) -> tuple[int, int, int, int]:
         step = self._steps % _STEPS_TOLD

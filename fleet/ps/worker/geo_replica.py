@@ -152,14 +152,19 @@ class Replica:
     def missing(self, index: int, ids: Ids) -> Ids:
         return self._tables[index].missing(ids)
 
-    def train(self, update: Callable[[], None], rows: Callable[[], Mapping[int, Rows]]) -> None:
-        """Take one step: ``update`` runs the user's optimizers, and ``rows`` returns the gradients that these leave for
-        rows, all of which are held."""
+    def train_dense(self, update: Callable[[], None]) -> None:
+        """Take the parameters' part of a step: ``update`` runs the user's optimizers."""
         with self._described.steps_without_tables():
             update()
-        for index, (ids, grads) in rows().items():
-            options = self._described.option_values(self._described.spec.tables[index].group)
-            self._tables[index].train(ids, grads, options)
+
+    def train_rows(self, rows: Mapping[int, Rows], options: Mapping[int, Mapping[str, Any]]) -> None:
+        """Take the rows' part, on rows that are all held; ``options`` are those of groups."""
+        for index, (ids, grads) in rows.items():
+            self._tables[index].train(ids, grads, options[self._described.spec.tables[index].group])
+
+    def options(self) -> dict[int, Mapping[str, Any]]:
+        """Return the options by which rows are trained now."""
+        return {spec.group: self._described.option_values(spec.group) for spec in self._described.spec.tables}
 
     def hold(self, rows: Mapping[int, Rows], fetch: Callable[[int, Ids], Array]) -> None:
         """Have what was read in evaluation mode here too."""
@@ -269,6 +274,8 @@ class GeoTraining:
         self._fetch_rows = fetch_rows
         self._unsent = 0  #: steps since the replica last agreed with the servers
         self._state: np.ndarray[Any, Any] | None = None  #: of the worker's own objects, to be kept with these
+        #: the gradients of rows of a step that the parameters have taken, and the options for them
+        self._untrained: tuple[Mapping[int, Rows], Mapping[int, Mapping[str, Any]]] | None = None
         #: from the first values on
         self.replica: Replica | None = None
 
@@ -298,22 +305,31 @@ class GeoTraining:
             self._gradients.dense()
         if self._progress.repeated_steps == 0:
             self._agree(self.replica)
-        rows = self._held_rows(self.replica)  # before anything changes, as this may fail
+        # Before anything changes, as this may fail.
+        self.replica.options()
+        rows = self._gradients.rows()
+        self.replica.hold(rows, self._fetch_rows)
         has_hooks = any(map(hooks_before, self._trained.description.optimizers))
-        left = partial(self._held_rows, self.replica) if has_hooks else lambda: rows
-        with uninterrupted():  # or dense parameters would have taken the step, and rows not, or nobody would count it
-            self.replica.train(update, left)
+        with uninterrupted():  # or dense parameters would have taken the step, and nobody would count it
+            self.replica.train_dense(update)
+            self._untrained = self._gradients.rows() if has_hooks else rows, self.replica.options()
             state = self._gradients.end_step()
             self._unsent += 1
             self._state = self._state if state is None else state
+        self.finish_rows()
         if self._unsent >= (self._progress.repeated_steps or self._steps_per_push):
             self._agree(self.replica)
 
-    def _held_rows(self, replica: Replica) -> Mapping[int, Rows]:
-        """Return the gradients of rows as they are now, when all of these rows are held."""
-        rows = self._gradients.rows()
-        replica.hold(rows, self._fetch_rows)
-        return rows
+    def finish_rows(self) -> None:
+        """Let rows take the step that the parameters have taken. Hooks may have added some, which are fetched first: if
+        that fails, or is interrupted, the next call does it again."""
+        if self._untrained is not None:
+            assert self.replica is not None
+            rows, options = self._untrained
+            self.replica.hold(rows, self._fetch_rows)
+            with uninterrupted():
+                self.replica.train_rows(rows, options)
+                self._untrained = None
 
     def flush(self, *, edits: bool) -> None:
         """Tell the servers of everything that this worker has trained, and with ``edits`` of what its script alone has

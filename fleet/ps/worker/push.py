@@ -365,6 +365,17 @@ class Pusher:
 
     # ---------------------------------------------------------------- delivery
 
+    def hold(self, begin: Callable[[], Push | None]) -> Push | None:
+        """Return the push that ``begin`` makes, if any, which is not interrupted. From then on it is in doubt."""
+        try:
+            with uninterrupted():
+                self._in_doubt = begin()
+                return self._in_doubt
+        except BaseException:
+            if self._in_doubt is not None:  # heard of behind it
+                self._in_doubt = self._in_doubt.copied()
+            raise
+
     def deliver(self, push: Push) -> None:
         """Bring one push to its end. If it is interrupted (Ctrl-C in a notebook) it stays in doubt: some servers may
         have it."""

@@ -440,10 +440,10 @@ class WorkerRuntime:
                 self.connections.note_reported()
                 raise
 
-    def _push_step(self) -> None:
+    def _push_step(self, update: Callable[[], None] | None = None) -> None:
         try:
             with self.trained.writer.standing_still():
-                self._training.step()
+                self._training.step(update)
         except ServersMovedError:
             self._follow()
             self.following(self._finish_push)
@@ -473,9 +473,9 @@ class WorkerRuntime:
                 if self._geo is not None:
                     self._step_alone(self._geo, update)
                 else:
-                    is_taken = self.dense.step(update, if_finite=if_finite)
+                    is_taken = self.dense.begin_step(if_finite=if_finite)
                     with nullcontext() if is_taken else self.trained.description.tables_aside():
-                        self._push_step()
+                        self._push_step(lambda: self.dense.take_step(update if is_taken else None))
                     self.dense.end_step()
                 self._end_step()
             except FleetError:
@@ -537,6 +537,10 @@ class WorkerRuntime:
         if self._pusher.is_in_doubt:
             self._edits.find()  # lest they are written over
             self._pusher.finish_interrupted()
+        if self._geo is not None:
+            self._geo.finish_rows()
+        if self._dense is not None and not self.turns.is_other_thread:
+            self._dense.finish_interrupted()
         self.cuts.settle()
         self._barrier.finish_interrupted()
 

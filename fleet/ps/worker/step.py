@@ -21,6 +21,7 @@ from fleet.errors import NonFiniteGradientError, UnsupportedError
 from fleet.nn.handle import GradientRows
 from fleet.numeric.device_copies import await_all, bring, is_away
 from fleet.numeric.jit import Array
+from fleet.optimizer import hooks_before
 from fleet.ps.consistency.policy import Policy
 from fleet.ps.wire.frame import Frame
 from fleet.ps.worker.communicator import Communicator
@@ -59,8 +60,9 @@ class UserGradients:
         self._copying = copying
         self.check_finite = check_finite
 
-    def take(self, early: EarlyGradients | None) -> Gradients:
-        """Take a step: return what it leaves behind, except what has left ``early``."""
+    def take(self, early: EarlyGradients | None, update: Callable[[], None] | None = None) -> Gradients:
+        """Take a step: return what it leaves behind, except what has left ``early``. ``update`` lets optimizers step on
+        this worker, when all else that may fail is through."""
         description = self._trained.description
         options = description.options()
         dense, whole, attempt = self.dense(), None, 0
@@ -68,18 +70,32 @@ class UserGradients:
             attempt, sent = early.sent([param.grad for param in description.params])
             whole = dense
             dense = [None if index in sent else grad for index, grad in enumerate(dense)]
-        rows, read = self.rows(), self._take_clocks()
+        rows = self.rows()
         weights = self.weights(rows)
+        if update is not None:
+            update()
+            if self._has_hooks:
+                rows = self.rows()
+                weights = self.weights(rows)
+        read = self._take_clocks()
         return Gradients(dense, rows, read, options, ahead=attempt, state=self.end_step(), weights=weights, whole=whole)
 
-    def take_along(self) -> Callable[[], Gradients]:
-        """Take a step, and return what waits until the gradients that it leaves behind have come from their device.
-        They stay as they are, whatever becomes of the script's."""
+    @property
+    def _has_hooks(self) -> bool:
+        """Say whether hooks of optimizers that step on this worker may change gradients of rows."""
+        return any(map(hooks_before, self._trained.description.optimizers))
+
+    def take_along(self, update: Callable[[], None] | None = None) -> Callable[[], Gradients]:
+        """Take a step as above, and return what waits until the gradients that it leaves behind have come from their
+        device. They stay as they are, whatever becomes of the script's."""
         handles = self._trained.description.handles
         if self.check_finite or any(handle.goes_by_weight for handle in handles):
-            gradients = self.take(None).copied()
+            gradients = self.take(None, update).copied()
             return lambda: gradients
         options, (dense, away), rows = self._trained.description.options(), self._flats(), self._row_gradients()
+        if update is not None:
+            update()
+            rows = self._row_gradients() if self._has_hooks else rows
         read, state = self._take_clocks(), self.end_step()
         rows_away = {index: each for index, each in rows.items() if is_away(each.rows)}
         here = {index: each.merged() for index, each in rows.items() if index not in rows_away}
@@ -266,39 +282,42 @@ class RemoteTraining:
         if self._communicator is not None:
             self._communicator.looked_up()
 
-    def step(self) -> None:
+    def step(self, update: Callable[[], None] | None = None) -> None:
         """Push what this worker's gradients are now, or put them aside for a push that is due later; return with the
-        values that the mode lets it go on with."""
+        values that the mode lets it go on with. ``update`` is what steps on this worker; an interruption leaves both
+        undone, or lets the next call finish the push."""
         if self._communicator is not None:
-            self._leave_to(self._communicator)
+            self._leave_to(self._communicator, update)
             return
-        gradients = self._gradients.take(self._early)
-        if self._steps_per_push == 1:
-            self._push(gradients)
-        else:
-            merged = self._merge.add(gradients)
-            if merged is not None:
-                self._push(merged)
+        push = self._pusher.hold(lambda: self._begun(update))
+        if push is not None:
+            self._pusher.deliver(push)
 
-    def _leave_to(self, communicator: Communicator) -> None:
-        gradients = self._gradients.take_along()
+    def _begun(self, update: Callable[[], None] | None) -> Push | None:
+        """Take a step; return the push that is due with it, if one is."""
+        gradients = self._gradients.take(self._early, update)
+        merged = gradients if self._steps_per_push == 1 else self._merge.add(gradients)
+        return None if merged is None else self._made(merged)
+
+    def _leave_to(self, communicator: Communicator, update: Callable[[], None] | None) -> None:
         with self._figures.push:
-            communicator.put(gradients)
+            communicator.await_room()
+        with uninterrupted():
+            communicator.put(self._gradients.take_along(update))
         with uninterrupted():  # what was fetched is given out once
             fresh = communicator.fresh()
             if fresh is not None:
                 self._values.write(fresh)
         self._pusher.reload_if_replaced()
 
-    def _push(self, gradients: Gradients) -> None:
+    def _made(self, gradients: Gradients) -> Push:
         frames, arrived = self._pusher.encode(gradients)
 
         def take(replies: Sequence[Frame]) -> None:
             arrived()
             self._values.write(replies)
 
-        plan = self._trained.plan
-        self._pusher.deliver(Push(gradients.steps, frames, take, plan, gradients))
+        return Push(gradients.steps, frames, take, self._trained.plan, gradients)
 
     def wait_until_sent(self) -> None:
         """Wait until the servers have what left this worker behind the user's back."""
@@ -310,7 +329,7 @@ class RemoteTraining:
         self.wait_until_sent()
         rest = self._merge.rest()
         if rest is not None:
-            self._push(rest)
+            self._pusher.deliver(self._made(rest))
 
     def drop_fetched(self) -> None:
         """Drop values that were fetched behind the user's thread and not written yet: the servers have others now."""
