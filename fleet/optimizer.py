@@ -12,6 +12,7 @@ import torch
 from torch.autograd.profiler import record_function
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from fleet.base.interruption import uninterrupted
 from fleet.errors import ConfigurationError, StateError, UnsupportedError
 from fleet.telemetry.worker_figures import WorkerFigures
 
@@ -505,8 +506,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         parts = self._split(given)
         for optimizer, part in parts:
             self._states.check(optimizer, part)
-        for optimizer, part in parts:
-            optimizer.load_state_dict(part)
+        with uninterrupted():  # or an optimizer would have the state that is loaded in the place of its own
+            for optimizer, part in parts:
+                optimizer.load_state_dict(part)
         for hook in list(self._optimizer_load_state_dict_post_hooks.values()):
             hook(self)
 

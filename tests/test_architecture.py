@@ -122,6 +122,7 @@ ONLY: dict[str, dict[str, str]] = {
         "ps/worker/connection.py": "heartbeat",
         "ps/worker/dense_group.py": "ends",
         "ps/worker/communicator.py": "sender",
+        "ps/worker/lease.py": "whose claim",
         "ps/worker/overlap.py": "sender",
         "ps/worker/prefetch.py": "preparer",
         "ps/worker/new_servers.py": "lock",

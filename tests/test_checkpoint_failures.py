@@ -641,6 +641,45 @@ def test_a_claim_that_arrives_after_its_end_keeps_nobody_out() -> None:
     ]
 
 
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("call", ["save_persistables", "load_persistables", "shrink"])
+def test_who_is_interrupted_while_it_claims_something_lets_others_in(
+    call: str, twice: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C as the grant arrives; and, ``twice``, before this worker could say that it gives it up."""
+    asked, struck = Connection.call, list[str]()
+
+    def interrupted(line: Connection, frame: Frame, what: str) -> Frame:
+        kind = what.split()[0]
+        strikes = kind in ("claim", "release")[: 1 + twice] and kind not in struck and monkeypatched.is_set()
+        if strikes:
+            struck.append(kind)
+        if not (strikes and kind == "release"):
+            reply = asked(line, frame, what)
+        if strikes:
+            raise KeyboardInterrupt
+        return reply
+
+    monkeypatched = threading.Event()
+    monkeypatch.setattr(Connection, "call", interrupted)
+    model = torch.nn.Embedding(4, 2, sparse=True)
+    alone = Fleet(environ={})
+    alone.init()
+    optimizer = alone.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+    alone.init_worker()
+    optimizer.minimize(model(torch.arange(4)).sum())
+    alone.save_persistables(str(tmp_path))
+    given = () if call == "shrink" else (str(tmp_path),)
+    monkeypatched.set()
+    with pytest.raises(KeyboardInterrupt):
+        getattr(alone, call)(*given)
+    assert struck == ["claim", "release"][: 1 + twice]
+    getattr(alone, call)(*given)
+    optimizer.minimize(model(torch.arange(4)).sum())
+    alone.save_persistables(str(tmp_path))
+    alone.stop_worker()
+
+
 @pytest.mark.parametrize("goes_on", ["another thing", "a step"])
 def test_the_end_of_a_claim_that_was_lost_keeps_nobody_out(goes_on: str) -> None:
     """A server that is started again may have kept that a worker began something, and not that it was done."""

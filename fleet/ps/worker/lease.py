@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,8 @@ from fleet.ps.wire.frame import Frame
 from fleet.ps.worker.runtime import WorkerRuntime
 
 _log = logging.getLogger("fleet.worker")
+
+_INTERRUPTED = "it was interrupted"
 
 
 def once(worker: WorkerRuntime, name: str, act: Callable[[dict[str, Any]], None], *, by_anyone: bool) -> None:
@@ -31,25 +34,38 @@ def once(worker: WorkerRuntime, name: str, act: Callable[[dict[str, Any]], None]
         arbiter = worker.connections.by_server[0]
         return arbiter.call(Frame(arbiter.request(step, claim=asked)), f"claim of {name}")
 
-    with worker.figures.meet:
-        claim = worker.following(ask)
-    if not claim.message.granted:
-        return
-
-    def tell(failure: str) -> Frame:
+    def tell(failure: str, of: str = name) -> Frame:
         arbiter = worker.connections.by_server[0]  # another one than before, if it was this that moved the job
         return arbiter.call(
-            Frame(arbiter.request(step, release=pb.Release(name=name, failure=failure))), f"release of {name}"
+            Frame(arbiter.request(step, release=pb.Release(name=of, failure=failure))), f"release of {of}"
         )
 
     def release(failure: str) -> None:
         if not failure:
             worker.following(lambda: tell(""))  # the job may have moved since the server heard of it
-            return
-        try:
-            tell(failure)
-        except FleetError as error:
-            _log.warning("the failure of %s could not be reported: %s", name, error)
+        else:
+            try:
+                tell(failure)
+            except FleetError as error:
+                _log.warning("the failure of %s could not be reported: %s", name, error)
+        del worker.claimed[thread]
+
+    thread = threading.get_ident()
+    if thread in worker.claimed:  # it was interrupted once more, before it could say so
+        worker.following(lambda: tell(_INTERRUPTED, worker.claimed[thread]))
+    worker.claimed[thread] = name
+    try:
+        with worker.figures.meet:
+            claim = worker.following(ask)
+    except Exception:
+        del worker.claimed[thread]
+        raise
+    except BaseException:
+        release(_INTERRUPTED)  # which it may have been when it was let in
+        raise
+    if not claim.message.granted:
+        del worker.claimed[thread]
+        return
 
     with telling(release):
         act({"name": name, **json.loads(claim.message.about)})

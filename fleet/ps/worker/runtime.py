@@ -98,6 +98,8 @@ class WorkerRuntime:
         self.policy = policy = policy_of(strategy, strategy.update_frequency)
         self.progress = progress = Progress(policy)
         worker, self._incarnation, self._former = assignment.index, secrets.randbits(63), former
+        #: by thread, what it has asked to do for all (lease.py)
+        self.claimed: dict[int, str] = {}
         #: whether it has said goodbye to all servers
         self.has_left = False
         self._whereabouts = Whereabouts()
