@@ -90,14 +90,17 @@ class Communicator:
     def await_room(self) -> None:
         """Wait while the queue is full."""
         with self._changed:
-            size = self._settings.send_queue_size
-            self._changed.wait_for(lambda: self._over or self._has_moved or len(self._queue) < size)
-            self._raise_failure()
+            self._await_room()
+
+    def _await_room(self) -> None:
+        size = self._settings.send_queue_size
+        self._changed.wait_for(lambda: self._over or self._has_moved or len(self._queue) < size)
+        self._raise_failure()
 
     def put(self, gradients: Arriving) -> None:
         """Queue one step's gradients, when there is room."""
         with self._changed:
-            self.await_room()
+            self._await_room()
             self._queue.append(gradients)
             self._look_up_due = self._gives_way
             self._changed.notify_all()

@@ -300,10 +300,15 @@ class RemoteTraining:
         return None if merged is None else self._made(merged)
 
     def _leave_to(self, communicator: Communicator, update: Callable[[], None] | None) -> None:
-        with self._figures.push:
-            communicator.await_room()
-        with uninterrupted():
-            communicator.put(self._gradients.take_along(update))
+        if update is None:
+            gradients = self._gradients.take_along()
+            with self._figures.push:
+                communicator.put(gradients)
+        else:
+            with self._figures.push:
+                communicator.await_room()
+            with uninterrupted():  # or rows would not take the step that the parameters have taken
+                communicator.put(self._gradients.take_along(update))
         with uninterrupted():  # what was fetched is given out once
             fresh = communicator.fresh()
             if fresh is not None:
