@@ -646,31 +646,32 @@ OTHER_OPTIONS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", [None, "all_reduce", "geo"])
+@pytest.mark.parametrize("kind", [None, "all_reduce", "geo", "rows"])
 @pytest.mark.parametrize(("make", "before", "after"), OTHER_OPTIONS.values(), ids=OTHER_OPTIONS)
 def test_going_on_under_other_options(
     make: Any, before: dict[str, Any], after: dict[str, Any], kind: str | None, tmp_path: Path
 ) -> None:
     """What they need, and the state that was saved has not, begins as it does in torch."""
 
-    def steps(optimizer: Any, weight: torch.Tensor) -> None:
+    def steps(optimizer: Any, weight: Callable[[], torch.Tensor]) -> None:
         for step in range(3):
             optimizer.zero_grad()
-            (weight * torch.tensor([1.0, -2.0, 0.5]) * (step - 1.2)).sum().backward()
+            (weight() * torch.tensor([1.0, -2.0, 0.5]) * (step - 1.2)).sum().backward()
             optimizer.step()
 
     def body(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
-        weight = torch.nn.Parameter(torch.ones(3))
+        table = torch.nn.Embedding.from_pretrained(torch.ones(1, 3), freeze=False, sparse=kind == "rows")
         mode = {
             None: None,
             "all_reduce": StrategyFactory.create_sync_strategy(dense="all_reduce"),
             "geo": StrategyFactory.create_geo_strategy(update_frequency=1),
+            "rows": None,
         }[kind]
-        optimizer = fleet_.distributed_optimizer(make([weight], lr=0.1, **options), mode)
+        optimizer = fleet_.distributed_optimizer(make(table.parameters(), lr=0.1, **options), mode, model=table)
         fleet_.init_worker()
-        steps(optimizer, weight)
+        steps(optimizer, lambda: table(torch.tensor([0])))
         fleet_.save_persistables(str(tmp_path / "at"))
-        return [weight.detach().clone()]
+        return [table(torch.tensor([0])).detach().clone()[0]]
 
     options = before
     run_job(body, 1, 1)
@@ -678,11 +679,11 @@ def test_going_on_under_other_options(
     (got,) = run_job(body, 1, 1, model_dir=str(tmp_path / "at"))
     weight = torch.nn.Parameter(torch.ones(3))
     plain = make([weight], lr=0.1, **before)
-    steps(plain, weight)
+    steps(plain, lambda: weight)
     state, other = plain.state[weight], make([weight], lr=0.1, **after)
     fresh = {name: torch.zeros(3) for name in ("max_exp_avg_sq", "grad_avg", "momentum_buffer") if make in _ADAPTIVE}
     other.state[weight] = {**fresh, **state}
-    steps(other, weight)
+    steps(other, lambda: weight)
     assert_close(got, [weight])
 
 

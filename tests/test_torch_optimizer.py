@@ -18,7 +18,7 @@ from test_edits import AHEAD, EXACT, STEPS, TEMPLATE, alike, loss_of
 from test_parity_dense import OPTIMIZERS
 
 from fleet import Fleet
-from fleet.errors import CheckpointError, ConfigurationError, FleetError, JobAbortedError, UnsupportedError
+from fleet.errors import ConfigurationError, FleetError, UnsupportedError
 from fleet.kernels import RULES
 from fleet.strategy.parameter_server import StrategyFactory
 
@@ -115,35 +115,6 @@ def test_an_option_that_changes_takes_effect_or_is_refused(name: str, rows: bool
                 # Rows of Adam have SparseAdam's eps.
                 near = 1e-2 if rows and name in ("Adam", "Ftrl", "NAdam") else 1e-5
                 torch.testing.assert_close(one, other, rtol=near, atol=near, equal_nan=True, msg=f"{option}={value!r}")
-
-
-LATE = {
-    "amsgrad": lambda params, on: torch.optim.Adam(params, amsgrad=on),
-    "momentum": lambda params, on: torch.optim.RMSprop(params, momentum=0.9 * on),
-    "centered": lambda params, on: torch.optim.RMSprop(params, centered=on),
-}
-
-
-@pytest.mark.parametrize("rows", [False, True], ids=["dense", "rows"])
-@pytest.mark.parametrize("option", LATE)
-def test_what_is_kept_from_the_first_step_on_is_not_begun_from_a_checkpoint(
-    option: str, rows: bool, tmp_path: Path
-) -> None:
-    def job(on: bool) -> None:
-        model = torch.nn.Embedding(4, 3, sparse=True) if rows else torch.nn.Linear(4, 3)
-        alone = Fleet(environ={})
-        alone.init()
-        if on:
-            alone.init_server(str(tmp_path))
-        optimizer = alone.distributed_optimizer(LATE[option](model.parameters(), on), model=model)
-        alone.init_worker()
-        optimizer.minimize(model(torch.arange(4) if rows else torch.ones(2, 4)).sum())
-        alone.save_persistables(str(tmp_path))
-        alone.stop_worker()
-
-    job(on=False)
-    with pytest.raises((JobAbortedError, CheckpointError), match=f"{option}=.* comes too late for 'weight'"):
-        job(on=True)
 
 
 def test_a_worker_that_has_another_option_on_is_told() -> None:

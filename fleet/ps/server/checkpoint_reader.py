@@ -19,7 +19,7 @@ from fleet.checkpoint.entries import VALUE
 from fleet.checkpoint.manifest import COUNTS, DENSE, TABLE, Checkpoint, Fit
 from fleet.checkpoint.pieces import REMOVED
 from fleet.checkpoint.state import states_in, steps_in
-from fleet.errors import CheckpointError, UnsupportedError
+from fleet.errors import CheckpointError
 from fleet.numeric.ids import partition
 from fleet.numeric.jit import Array
 from fleet.plan.specs import JobSpec
@@ -90,7 +90,7 @@ def restore_from(dirname: object, *, strict: bool = True) -> Restore:
             _restore_counts(checkpoint, shard, server, fit)
             shard.history.begin(checkpoint.manifest.id, "")
             shard.history.exists(checkpoint.manifest.id)
-        except (CheckpointError, UnsupportedError):
+        except CheckpointError:
             raise
         except (LookupError, TypeError, ValueError, ArithmeticError, MemoryError, RuntimeError, StopIteration) as error:
             raise CheckpointError(
@@ -129,7 +129,6 @@ def _restore_dense(checkpoint: Checkpoint, shard: Shard, fit: Fit) -> None:
     for about, tensors in checkpoint.pieces(DENSE):
         assembly.add(about["dense"], tensors)
     write_whole(shard, assembly, lacks=fit.lacking.__contains__, keeps_state=fit.whole.__contains__)
-    shard.check_dense_state()
 
 
 def write_whole(
@@ -250,8 +249,6 @@ def restore_piece(
         columns = dict(zip(about["columns"], (array[mine] for array in arrays[1:]), strict=True))
         # Where workers push changes, they keep the rows' optimizer state, and it starts afresh.
         is_whole = keeps_state and shard.changes is None
-        if is_whole and table.step:
-            shard.check_row_state(table, columns)
         table.load(arrays[0][mine], columns if is_whole else {WEIGHT: columns[WEIGHT]})
 
 

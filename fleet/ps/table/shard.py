@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -294,23 +294,10 @@ class Shard:
             # Of dense parameters that are trained on the workers a server knows neither rule nor options.
             names = RULES[group.rule].kept_from_the_first if group.options else ()
             if any(theirs[name] and not ours[name] for name in names):
-                self.check_dense_state(options)
-                for table in self.tables:
-                    if table.step:
-                        self.check_row_state(table, table.columns, options)
-
-    def check_dense_state(self, options: Sequence[Mapping[str, Any]] | None = None) -> None:
-        """Refuse ``options``, or the present ones, that need what was not kept of dense parameters."""
-        self.dense.check_state(options or self._options)
-
-    def check_row_state(
-        self, table: Table, kept: Collection[str], options: Sequence[Mapping[str, Any]] | None = None
-    ) -> None:
-        """Refuse those that need what was not ``kept`` of a table's rows."""
-        group = table.spec.group
-        RULES[self.plan.spec.groups[group].rule].refuse_late(
-            (options or self._options)[group], kept, repr(table.spec.name)
-        )
+                self.dense.check_state(options)
+                for table in [each for each in self.tables if each.step]:
+                    rule, name = RULES[groups[table.spec.group].rule], repr(table.spec.name)
+                    rule.refuse_late(options[table.spec.group], table.columns, name)
 
     def table(self, index: int) -> Table:
         tables = self.tables
