@@ -23,11 +23,12 @@ from harness import PATIENT, Job, assert_close, run_job, until, values
 import fleet.nn
 from fleet import Fleet, StrategyFactory
 from fleet.base.cluster import Endpoint
-from fleet.checkpoint import places, writer
+from fleet.checkpoint import entries, places, writer
 from fleet.checkpoint.manifest import Checkpoint
 from fleet.checkpoint.places import Directory
 from fleet.checkpoint.writer import CheckpointWriter
 from fleet.errors import CheckpointError, FleetError, JobAbortedError
+from fleet.kernels import RULES
 from fleet.numeric.ids import owner
 from fleet.plan.plan import make_plan
 from fleet.plan.specs import JobSpec
@@ -685,6 +686,11 @@ def test_going_on_under_other_options(
     other.state[weight] = {**fresh, **state}
     steps(other, lambda: weight)
     assert_close(got, [weight])
+
+
+def test_the_same_options_keep_more_for_optimizers_and_for_checkpoints() -> None:
+    kept = {(option, state) for rule in RULES.values() for option, state in rule.kept_from_the_first.items()}
+    assert {(option, state) for _, option, state in entries._OPTIONAL} == kept
 
 
 _ADAPTIVE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop)
