@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -822,6 +823,35 @@ def _after(steps: int) -> list[torch.Tensor]:
         _error_of(model).backward()
         sgd.step()
     return list(model.state_dict().values())
+
+
+@pytest.mark.parametrize("apart", [397, pytest.param(29, marks=pytest.mark.slow)])
+def test_an_interruption_anywhere_in_init_worker_lets_it_be_called_again(apart: int) -> None:
+    at, is_hit = 1, True
+    while is_hit:
+        alone = Fleet(environ={})
+        alone.init()
+        model = _small_model()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = alone.distributed_optimizer(sgd, model=model)
+        is_hit = False
+        before = sys.gettrace()
+        sys.settrace(_Interrupts(at))
+        try:
+            alone.init_worker()
+        except KeyboardInterrupt:
+            is_hit = True
+        finally:
+            sys.settrace(before)
+        if is_hit:
+            with suppress(StateError):  # heard when all was done
+                alone.init_worker()
+        optimizer.minimize(_error_of(model))
+        learnt = list(alone.state_dict(model).values())
+        alone.stop_worker()
+        assert max(map(_largest_difference, learnt, _after(1))) < 1e-6, at
+        at += apart
+    assert at > 10 * apart, "it has more lines"
 
 
 @pytest.mark.parametrize("strategy", ["sync", "half-async", "ssp", "geo"])

@@ -14,6 +14,7 @@ import torch
 
 from fleet.base.clock import Clock
 from fleet.base.cluster import Assignment, Endpoint
+from fleet.base.interruption import uninterrupted
 from fleet.base.lifecycle import Lifecycle
 from fleet.base.settings import ProcessSettings
 from fleet.checkpoint.places import Place
@@ -216,19 +217,25 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
         worker = WorkerRuntime(a, self._describe, strategy, self._network, self._settings, clock, model, former)
         asked = resizing.AskedMove(worker)
         worker.move_as_asked, worker.before_close = asked.go_on, asked.give_up
+        server = None
         try:
             if a.embedded:
                 server = self._make_server(a.servers[0])
                 self._embedded = threading.Thread(target=_run_quietly, args=(server,), name="fleet-server", daemon=True)
                 self._embedded.start()
             worker.start(self._resumed)
+            with uninterrupted():  # or rows would be gone with the server that has them
+                worker.begin()
+                if model is not None:
+                    worker.watch(model)
+                self._started(worker)
         except BaseException:
-            worker.close()
-            self._after_worker()
+            if self._worker is None:
+                worker.close()
+                if server is not None:
+                    server.end()
+                self._after_worker()
             raise
-        if model is not None:
-            worker.watch(model)
-        self._started(worker)
 
     def _describe(self) -> Description:
         """Describe the user's optimizers and model as they are now."""

@@ -212,11 +212,14 @@ class WorkerRuntime:
             # Servers that let this worker in would otherwise wait for it until their deadline.
             self.end(f"it could not start: {type(error).__name__}: {error}")
             raise
-        trained.attach(self)
+
+    def begin(self) -> None:
+        """Begin to train: the rows are the servers' alone from now on."""
+        self.trained.attach(self)
         self._training.start()
         self._has_begun = True
         if self._strategy.print_log and self.assignment.index == 0:
-            print(trained.plan.table())
+            print(self.trained.plan.table())
 
     def connect(self, servers: Sequence[Endpoint], incarnation: int) -> list[Connection]:
         """Make connections to these servers."""
