@@ -155,33 +155,34 @@ class DenseGroup:
 
     def _meet(self, step: int, steps: int, device: torch.device, *, broken: bool, has_values: bool) -> list[Comer]:
         host = _own_address(self._first.endpoint.host, self._first.endpoint.port)
-        with contextlib.closing(_listening(host)) as door:
-            address = json.dumps([host, door.getsockname()[1]])
-            asked = pb.Meet(
-                group=self.number,
-                broken=broken,
-                address=address,
-                rounds=self.rounds,
-                steps=steps,
-                has_values=has_values,
-            )
-            reply = self._first.call(Frame(self._first.request(step, meet=asked)), "a meeting of the workers")
-            told = json.loads(reply.message.about)
-            comers = [Comer(**each) for each in told["members"]]
-            if not comers:
-                self._is_broken = True
-                return []
-            self.rank = next(rank for rank, each in enumerate(comers) if each.worker == self._worker)
-            self.size, self.number, self.is_trained = len(comers), told["number"], told["trained"]
-            self.rounds_here, self.is_over, self._is_broken, self.is_unfinished = 0, False, False, False
-            self.has_buckets = False
-            self._whereabouts.together = Together(self.number)
-            patience = timedelta(seconds=self._first.deadline_s)
+        door = _listening(host)
+        port = door.getsockname()[1]
+        # Whoever comes to the first one's while torch is at making it waits for five seconds now and then.
+        own = keep_store(host, port, door.detach())
+        asked = pb.Meet(
+            group=self.number,
+            broken=broken,
+            address=json.dumps([host, port]),
+            rounds=self.rounds,
+            steps=steps,
+            has_values=has_values,
+        )
+        reply = self._first.call(Frame(self._first.request(step, meet=asked)), "a meeting of the workers")
+        told = json.loads(reply.message.about)
+        comers = [Comer(**each) for each in told["members"]]
+        if not comers:
+            self._is_broken = True
+            return []
+        self.rank = next(rank for rank, each in enumerate(comers) if each.worker == self._worker)
+        self.size, self.number, self.is_trained = len(comers), told["number"], told["trained"]
+        self.rounds_here, self.is_over, self._is_broken, self.is_unfinished = 0, False, False, False
+        self.has_buckets = False
+        self._whereabouts.together = Together(self.number)
+        patience = timedelta(seconds=self._first.deadline_s)
+        self._store = own
+        if self.rank > 0:
             host, port = json.loads(comers[0].address)
-            if self.rank == 0:
-                self._store = keep_store(host, port, door.detach())
-            else:
-                self._store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=patience)
+            self._store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=patience)
         self._store.set_timeout(patience)
         self._group = _connected(PrefixStore(str(self.number), self._store), self.rank, self.size, device, patience)
         return comers
