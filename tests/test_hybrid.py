@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import json
 import sys
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,16 @@ import pytest
 import torch
 from harness import PATIENT, SOON, Job, assert_close, run_job, until, values
 from inside import leave, worker_of
+from patience import PATIENCE_S
 from test_edits import Interrupts
 from test_parity_dense import OPTIMIZERS, TEMPLATE, loss_of, make_model, reference
+from torch.distributed import TCPStore
 
 import fleet.nn
 from fleet import Fleet, StrategyFactory
 from fleet.errors import ArgumentTypeError, ConfigurationError, NonFiniteGradientError, StateError, UnsupportedError
+from fleet.ps.wire.frame import Frame
+from fleet.ps.worker.connection import Connection
 from fleet.ps.worker.dense_group import DenseGroup
 from fleet.role_maker import Role, UserDefinedRoleMaker
 from fleet.transpiler import DistributeTranspilerConfig
@@ -91,6 +97,23 @@ def check(hybrid: list[list[torch.Tensor]], servers: list[list[torch.Tensor]]) -
 def each_step(optimizer: Any, model: Net, worker: int) -> None:
     for step in range(STEPS):
         optimizer.minimize(model.loss(step, worker))
+
+
+def test_others_are_told_of_a_store_that_is_there(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who comes to one that is being made may wait for five seconds."""
+    call, tried = Connection.call, list[int]()
+
+    def tries(self: Connection, frame: Frame, what: str) -> Frame:
+        if frame.message.HasField("meet") and frame.message.meet.address:
+            host, port = json.loads(frame.message.meet.address)
+            TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=PATIENCE_S))
+            tried.append(port)
+        return call(self, frame, what)
+
+    monkeypatch.setattr(Connection, "call", tries)
+    found, _ = hybrid_and_servers(net, lambda each: torch.optim.SGD(each.parameters(), lr=0.1), 2, 1, each_step)
+    check(found, found)
+    assert len(tried) >= 2
 
 
 # --- Interrupted ------------------------------------------------------------------------------------------------------
