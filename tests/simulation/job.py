@@ -219,7 +219,8 @@ class Simulation:
         self.struck: list[tuple[float, Fault]] = []
         self._moments = 0
         self._draw = random.Random(f"damage {scenario.seed}")
-        self._is_ending = False
+        #: whether a worker has no step left, and whether all are saying goodbye
+        self._is_near_its_end = self._is_ending = False
         self._storage = str(folder / "storage")
         self._faults = {fault.moment: fault for fault in reversed(scenario.faults)}
         acts = {"server": self._serve, "worker": self._work, "follower": self._follow}
@@ -322,7 +323,8 @@ class Simulation:
         """Wait until a worker is to join the job, if it does not begin with it; say whether the job is still there."""
         if life not in self._joining:
             return True
-        while len(self.told.done) < self.setting.joins_at * self.setting.workers and not self._is_over(self._first):
+        awaited = self.setting.joins_at * self.setting.workers
+        while len(self.told.done) < awaited and not (self._is_near_its_end or self._is_over(self._first)):
             self.scheduler.block(0.01)
         return not self._is_over(self._first)
 
@@ -330,6 +332,7 @@ class Simulation:
         """Wait until all steps are done. In turns, a worker that starts again may have a step left when others are at a
         barrier, and needs them in it: there they wait without a word to the servers. So they do for those who have
         joined, and leave."""
+        self._is_near_its_end = True  # of a worker that was killed it is not known that all its steps are done
         while not self._is_over(self._joining):
             self.scheduler.block(0.01)
         if self.setting.mode != "auto":
