@@ -234,9 +234,9 @@ class Reducer:
         )
 
     def _end_round(self, done: Round) -> None:
-        self._group.count_round()
-        self._on_round(done)
         with uninterrupted():  # or this worker would be elsewhere than the others think
+            self._group.count_round()
+            self._on_round(done)
             self._leave_round()
 
     def _leave_round(self) -> None:
@@ -260,8 +260,8 @@ def interrupted(where: str | None = None) -> StateError:
     return StateError(
         "a backward ended in an exception, and the other workers wait for its gradients",
         where=where,
-        todo="Let the exception end the script, which ends the job for all. With servers, a look-up and a whole "
-        "backward before the next step() let it go on.",
+        todo="Let the exception end the script, which ends the job for all. With servers it goes on after "
+        "step(), or after a look-up, with a whole backward.",
     )
 
 

@@ -326,21 +326,7 @@ def place_at(dirname: object) -> Place:
     if not isinstance(text, str):
         raise ArgumentTypeError("dirname must be a path or a URL of characters", got=repr(dirname))
     if "://" not in text:
-        try:
-            if len(text) > _LONGEST_PATH:  # going through it would take time by the square of its length
-                raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
-            text.encode()  # other processes are told of it, and files of tensors name it, in UTF-8
-            path = Path(text).resolve()
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                path.stat()
-            return Directory(path)
-        except (OSError, RuntimeError, ValueError) as error:  # links in a circle, a name that cannot be one
-            raise CheckpointError(
-                "this place cannot be reached",
-                where=text.encode(errors="backslashreplace").decode(),
-                got=repr(error),
-                todo="Name a directory, or a path to be one.",
-            ) from None
+        return _directory(text)
     try:
         import fsspec  # torch brings it along
 
@@ -353,8 +339,26 @@ def place_at(dirname: object) -> Place:
             todo="A protocol may need a package of its own: s3:// needs s3fs.",
         ) from None
     if "file" in (fs.protocol if isinstance(fs.protocol, tuple | list) else (fs.protocol,)):
-        return place_at(path)
+        return _directory(path)
     return Remote(fs, path, text.partition("://")[0])
+
+
+def _directory(text: str) -> Directory:
+    try:
+        if len(text) > _LONGEST_PATH:  # going through it would take time by the square of its length
+            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+        text.encode()  # other processes are told of it, and files of tensors name it, in UTF-8
+        path = Path(text).resolve()
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            path.stat()
+        return Directory(path)
+    except (OSError, RuntimeError, ValueError) as error:  # links in a circle, a name that cannot be one
+        raise CheckpointError(
+            "this place cannot be reached",
+            where=text.encode(errors="backslashreplace").decode(),
+            got=repr(error),
+            todo="Name a directory, or a path to be one.",
+        ) from None
 
 
 def reference(target: Place, seen_from: Place) -> str:

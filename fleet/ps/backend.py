@@ -63,7 +63,8 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
         #: listens from ``resume_from`` on, until it runs
         self._listening: ServerRuntime | None = None
         self._resumed: Resumed | None = None
-        self._embedded: threading.Thread | None = None
+        #: the server of a job of one process, and the thread that it serves on
+        self._embedded: tuple[ServerRuntime, threading.Thread] | None = None
         self._remote_choice = RemoteChoice("sparse")
         self._embedding_remarks = EmbeddingRemarks()
 
@@ -217,12 +218,9 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
         worker = WorkerRuntime(a, self._describe, strategy, self._network, self._settings, clock, model, former)
         asked = resizing.AskedMove(worker)
         worker.move_as_asked, worker.before_close = asked.go_on, asked.give_up
-        server = None
         try:
             if a.embedded:
-                server = self._make_server(a.servers[0])
-                self._embedded = threading.Thread(target=_run_quietly, args=(server,), name="fleet-server", daemon=True)
-                self._embedded.start()
+                self._serve_beside(a.servers[0])
             worker.start(self._resumed)
             with uninterrupted():  # or rows would be gone with the server that has them
                 worker.begin()
@@ -232,9 +230,20 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
         except BaseException:
             if self._worker is None:
                 worker.close()
-                if server is not None:
-                    server.end()
+                if self._embedded is not None:
+                    self._embedded[0].end()
                 self._after_worker()
+            raise
+
+    def _serve_beside(self, endpoint: Endpoint) -> None:
+        server = self._make_server(endpoint)
+        thread = threading.Thread(target=_run_quietly, args=(server,), name="fleet-server", daemon=True)
+        try:
+            with uninterrupted():
+                thread.start()
+                self._embedded = server, thread
+        except RuntimeError:  # the system has no room for it
+            server.close()
             raise
 
     def _describe(self) -> Description:
@@ -253,7 +262,7 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
         if self._worker is not None and self._worker.has_left:
             self.former = self._worker.incarnation
         if self._embedded is not None:
-            self._embedded.join(timeout=10.0)
+            self._embedded[1].join(timeout=10.0)
 
     def prefetch(
         self,

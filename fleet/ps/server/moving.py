@@ -191,8 +191,11 @@ class Moving:
 
     def lacks(self, job: Job | None, worker: int) -> int:
         """Return the step of a worker's push for which a move waits here, as other servers have it; 0 if for none."""
-        step = 0 if job is None or self._halt is None else self._halt.delivered.get(worker, 0)
-        return step if step and job is not None and job.rounds.gate.clocks.get(worker, step) < step else 0
+        halt = self._halt  # heartbeats come without the lock
+        if job is None or halt is None:
+            return 0
+        step = halt.delivered.get(worker, 0)
+        return step if job.rounds.gate.clocks.get(worker, step) < step else 0
 
     def refuse_left(self, job: Job | None) -> None:
         """Tell who is alive that the job has left this server, which stays until all have gone over."""

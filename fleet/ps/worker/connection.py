@@ -299,7 +299,7 @@ class Connection:
         """Send requests for the answers to which somebody else waits, or asks again."""
         for frame in frames:
             with contextlib.suppress(TransportError, FleetError):
-                self._channel.start(frame, self.deadline_s).result()
+                self._channel.start(frame.kept(), self.deadline_s).result()
 
     def _log_absent_workers(self, absent: str) -> None:
         """Log from time to time for whom a request of this worker waits, while the job is not complete."""
@@ -336,7 +336,8 @@ class Connection:
     def _end(self, error: FleetError) -> None:
         """Take from a server that the job is over: other threads of this worker may ask others, which have gone."""
         self.fail(error)
-        self.when_over(error)
+        if self.failure is error:  # and the job has not moved, nor has this been closed
+            self.when_over(error)
 
     # ---------------------------------------------------------------- for PendingRequest
 

@@ -155,10 +155,8 @@ class DenseGroup:
 
     def _meet(self, step: int, steps: int, device: torch.device, *, broken: bool, has_values: bool) -> list[Comer]:
         host = _own_address(self._first.endpoint.host, self._first.endpoint.port)
-        door = _listening(host)
-        port = door.getsockname()[1]
         # Whoever comes to the first one's while torch is at making it waits for five seconds now and then.
-        own = keep_store(host, port, door.detach())
+        port, own = _own_store(host)
         asked = pb.Meet(
             group=self.number,
             broken=broken,
@@ -395,12 +393,14 @@ def _own_address(host: str, port: int) -> str:
     return "127.0.0.1"
 
 
-def _listening(host: str) -> socket.socket:
+def _own_store(host: str) -> tuple[int, TCPStore]:
+    """Return a store that this worker keeps, in case it is the first one, and its port."""
     made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         made.bind((host, 0))
         made.listen(_BACKLOG)
-    except OSError as error:
+        port = made.getsockname()[1]
+        return port, keep_store(host, port, made.detach())
+    except (OSError, RuntimeError) as error:
         made.close()
         raise FleetError("a worker has no address for the others", where=host, got=str(error)) from None
-    return made

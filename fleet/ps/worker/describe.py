@@ -147,7 +147,7 @@ class Description:
 
     def continued_by(self, fresh: Description) -> Description:
         """Return ``fresh``, which describes the same optimizers later, in an order that begins with this one's."""
-        self.options()  # refuses what they must not have become since
+        self.options(of_step=True)  # refuses what they must not have become since
         groups, specs = list(self.groups), list(self.spec.groups)
         places = {id(group): index for index, group in enumerate(groups)}
         for group, group_spec in zip(fresh.groups, fresh.spec.groups, strict=True):
@@ -180,18 +180,19 @@ class Description:
             handle.name = described.name  # wherever its module stands in the model by now
         return Description(spec, params_now, handles_now, tuple(groups), self.optimizers)
 
-    def options(self) -> tuple[str, ...]:
+    def options(self, *, of_step: bool = False) -> tuple[str, ...]:
         """Return the options of every group as they are now, as JSON: they travel with each push."""
-        return tuple(json.dumps(self.option_values(index)) for index in range(len(self.groups)))
+        return tuple(json.dumps(self.option_values(index, of_step=of_step)) for index in range(len(self.groups)))
 
-    def option_values(self, index: int) -> dict[str, Any]:
-        """Return the options of one group as they are now, in plain values."""
+    def option_values(self, index: int, *, of_step: bool = False) -> dict[str, Any]:
+        """Return the options of one group as they are now, in plain values. Those of a step are refused if they were
+        turned on too late for it."""
         spec, group = self.spec.groups[index], self.groups[index]
         if not spec.options:  # its optimizer steps on the workers, and servers have no part in it
             return {}
         rule, defaults = RULES[spec.rule], self.optimizers[spec.optimizer].defaults
         _refuse_options(rule, group)
-        for name in self._off[index]:
+        for name in self._off[index] if of_step else ():
             if group[name]:
                 raise rule.too_late(name, group[name], f"param group {index}")
         fixed = rule.constructor_only
@@ -201,7 +202,7 @@ class Description:
 
     @cached_property
     def _off(self) -> tuple[tuple[str, ...], ...]:
-        """Return, by group, the options that cannot be turned on in the running job."""
+        """Return, by group, the options that were off in the first step, and cannot be turned on any more."""
         named = zip(self.spec.groups, self.groups, strict=True)
         return tuple(
             tuple(name for name in RULES[spec.rule].kept_from_the_first if not group[name]) if spec.options else ()

@@ -164,7 +164,9 @@ class Replica:
 
     def options(self) -> dict[int, Mapping[str, Any]]:
         """Return the options by which rows are trained now."""
-        return {spec.group: self._described.option_values(spec.group) for spec in self._described.spec.tables}
+        return {
+            spec.group: self._described.option_values(spec.group, of_step=True) for spec in self._described.spec.tables
+        }
 
     def hold(self, rows: Mapping[int, Rows], fetch: Callable[[int, Ids], Array]) -> None:
         """Have what was read in evaluation mode here too."""

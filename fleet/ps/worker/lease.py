@@ -41,6 +41,7 @@ def once(worker: WorkerRuntime, name: str, act: Callable[[dict[str, Any]], None]
         )
 
     def release(failure: str) -> None:
+        worker.claimed[thread] = name, failure
         if not failure:
             worker.following(lambda: tell(""))  # the job may have moved since the server heard of it
         else:
@@ -52,8 +53,9 @@ def once(worker: WorkerRuntime, name: str, act: Callable[[dict[str, Any]], None]
 
     thread = threading.get_ident()
     if thread in worker.claimed:  # it was interrupted once more, before it could say so
-        worker.following(lambda: tell(_INTERRUPTED, worker.claimed[thread]))
-    worker.claimed[thread] = name
+        of, outcome = worker.claimed[thread]
+        worker.following(lambda: tell(outcome, of))
+    worker.claimed[thread] = name, _INTERRUPTED
     try:
         with worker.figures.meet:
             claim = worker.following(ask)

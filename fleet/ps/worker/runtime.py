@@ -8,8 +8,8 @@ a push.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -98,8 +98,8 @@ class WorkerRuntime:
         self.policy = policy = policy_of(strategy, strategy.update_frequency)
         self.progress = progress = Progress(policy)
         worker, self._incarnation, self._former = assignment.index, secrets.randbits(63), former
-        #: by thread, what it has asked to do for all (lease.py)
-        self.claimed: dict[int, str] = {}
+        #: by thread, what it has asked to do for all, and how that ended (lease.py)
+        self.claimed: dict[int, tuple[str, str]] = {}
         #: whether it has said goodbye to all servers
         self.has_left = False
         self._whereabouts = Whereabouts()
@@ -194,7 +194,7 @@ class WorkerRuntime:
         """Say hello to every server, bring the initial values if that is this worker's part, and take them over. It
         goes on from what it was told when it ``resumed``."""
         trained = self.trained
-        try:
+        with self._ending_if_it_fails():
             answers = self.following(lambda: self._join(self.connections, trained.plan))
             self.connections.moves = answers[0].moves
             self.progress.resume(answers)
@@ -208,18 +208,24 @@ class WorkerRuntime:
             self.following(lambda: self._begin_from(self._values.fetch("initial parameters")))
             if self._dense is not None:
                 self._dense.start()
+
+    def begin(self) -> None:
+        """Begin to train: the rows are the servers' alone from now on."""
+        with self._ending_if_it_fails():
+            self.trained.attach(self)
+            self._training.start()
+            self._has_begun = True
+            if self._strategy.print_log and self.assignment.index == 0:
+                print(self.trained.plan.table())
+
+    @contextmanager
+    def _ending_if_it_fails(self) -> Iterator[None]:
+        try:
+            yield
         except BaseException as error:
             # Servers that let this worker in would otherwise wait for it until their deadline.
             self.end(f"it could not start: {type(error).__name__}: {error}")
             raise
-
-    def begin(self) -> None:
-        """Begin to train: the rows are the servers' alone from now on."""
-        self.trained.attach(self)
-        self._training.start()
-        self._has_begun = True
-        if self._strategy.print_log and self.assignment.index == 0:
-            print(self.trained.plan.table())
 
     def connect(self, servers: Sequence[Endpoint], incarnation: int) -> list[Connection]:
         """Make connections to these servers."""

@@ -64,7 +64,7 @@ class UserGradients:
         """Take a step: return what it leaves behind, except what has left ``early``. ``update`` lets optimizers step on
         this worker, when all else that may fail is through."""
         description = self._trained.description
-        options = description.options()
+        options = description.options(of_step=True)
         dense, whole, attempt = self.dense(), None, 0
         if early is not None:
             attempt, sent = early.sent([param.grad for param in description.params])
@@ -92,7 +92,8 @@ class UserGradients:
         if self.check_finite or any(handle.goes_by_weight for handle in handles):
             gradients = self.take(None, update).copied()
             return lambda: gradients
-        options, (dense, away), rows = self._trained.description.options(), self._flats(), self._row_gradients()
+        options = self._trained.description.options(of_step=True)
+        (dense, away), rows = self._flats(), self._row_gradients()
         if update is not None:
             update()
             rows = self._row_gradients() if self._has_hooks else rows
