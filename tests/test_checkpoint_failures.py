@@ -680,6 +680,31 @@ def test_who_is_interrupted_while_it_claims_something_lets_others_in(
     alone.stop_worker()
 
 
+def test_who_is_interrupted_as_it_says_that_a_thing_is_done_says_so_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others must not take it for failed."""
+    call, told = Connection.call, list[str]()
+
+    def interrupted(line: Connection, frame: Frame, what: str) -> Frame:
+        if what.startswith("release"):
+            told.append(frame.message.release.failure)
+            if len(told) == 1:
+                raise KeyboardInterrupt
+        return call(line, frame, what)
+
+    monkeypatch.setattr(Connection, "call", interrupted)
+    alone = Fleet(environ={})
+    alone.init()
+    alone.distributed_optimizer(torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1))
+    alone.init_worker()
+    with pytest.raises(KeyboardInterrupt):
+        alone.save_persistables(str(tmp_path))
+    alone.save_persistables(str(tmp_path))
+    alone.stop_worker()
+    assert told == ["", "", ""]
+
+
 @pytest.mark.parametrize("goes_on", ["another thing", "a step"])
 def test_the_end_of_a_claim_that_was_lost_keeps_nobody_out(goes_on: str) -> None:
     """A server that is started again may have kept that a worker began something, and not that it was done."""

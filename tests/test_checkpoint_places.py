@@ -329,6 +329,10 @@ def test_a_place_whose_paths_are_urls_has_one_protocol() -> None:
     assert Remote(None, "http://host/run", "http").within("step-00000001").url == "http://host/run/step-00000001"
 
 
+def test_a_path_behind_file_is_a_path_whatever_it_is_called(tmp_path: Path) -> None:
+    assert place_at(f"file://{tmp_path}/a://b").url == str(tmp_path / "a:" / "b")
+
+
 def test_names_that_are_no_place(tmp_path: Path) -> None:
     (tmp_path / "circle").symlink_to(tmp_path / "circle")
     long, latin = tmp_path / ("x" * 300), tmp_path / "caf\udce9"  # the last byte of the second is no UTF-8

@@ -58,6 +58,7 @@ from fleet.errors import (
 from fleet.launch.servers_command import change_servers
 from fleet.launch.sources import Running
 from fleet.nn import CountFilter, MaxRows, Probability, SmallNorm, Unused
+from fleet.ps.consistency.policy import Policy
 from fleet.ps.server import runtime
 from fleet.ps.server.meetings import Meetings
 from fleet.ps.server.pending import Outbox, Waiting
@@ -68,6 +69,8 @@ from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.ps.wire.transport import BrokenCall, TransportError
 from fleet.ps.worker import resizing
+from fleet.ps.worker.connection import Connection, Connections
+from fleet.ps.worker.progress import Progress
 from fleet.ps.worker.runtime import WorkerRuntime
 from fleet.role_maker import Role, UserDefinedRoleMaker
 
@@ -595,6 +598,26 @@ def resumed_after(number: int, *, after: bool, mode: str | None = None, to: str 
         if name.startswith("worker"):
             raise error
     return [job.results[worker] for worker in range(2)], network.struck
+
+
+def test_what_a_former_server_says_does_not_end_the_job_elsewhere() -> None:
+    """It may be ended before all have gone over."""
+
+    def connected(*numbers: int) -> list[Connection]:
+        settings, network = ProcessSettings.read(PATIENT), LoopbackNetwork()
+        return [Connection(Endpoint("server", each), network, settings, SystemClock(), 0, 1) for each in numbers]
+
+    former, others, here = connected(1, 2), connected(3, 4), connected(5)
+    left, stays = (Connections(each, Progress(Policy()), lambda _: None) for each in (former, others))
+    over = JobAbortedError("the server was stopped")
+    for connection in former:
+        connection.fail(ServersMovedError("the job has moved"))
+    left.replace(here)
+    former[0]._end(over)
+    assert here[0].failure is None
+    others[0]._end(over)
+    assert others[1].failure is over, "of servers where the job is"
+    assert stays.failure is over
 
 
 @pytest.mark.chaos

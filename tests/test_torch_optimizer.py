@@ -117,6 +117,35 @@ def test_an_option_that_changes_takes_effect_or_is_refused(name: str, rows: bool
                 torch.testing.assert_close(one, other, rtol=near, atol=near, equal_nan=True, msg=f"{option}={value!r}")
 
 
+@pytest.mark.parametrize(
+    ("make", "turn_on"),
+    [
+        (torch.optim.Adam, lambda own: own.param_groups[0].update(amsgrad=True)),
+        (torch.optim.RMSprop, lambda own: torch.optim.lr_scheduler.OneCycleLR(own, 0.1, total_steps=9)),
+    ],
+)
+def test_options_that_are_turned_on_before_the_first_step(make: Any, turn_on: Any) -> None:
+    """What they go by begins with it: OneCycleLR has RMSprop use momentum."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 3)
+    plain = copy.deepcopy(model)
+    own, optimizer = make(model.parameters()), make(plain.parameters())
+    alone = Fleet(environ={})
+    alone.init()
+    ours = alone.distributed_optimizer(own, model=model)
+    alone.init_worker()
+    for each in (own, optimizer):
+        turn_on(each)
+    for step in range(3):
+        ours.minimize(model(torch.full((2, 4), step - 1.5)).square().sum())
+        optimizer.zero_grad()
+        plain(torch.full((2, 4), step - 1.5)).square().sum().backward()
+        optimizer.step()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    alone.stop_worker()
+
+
 def test_a_worker_that_has_another_option_on_is_told() -> None:
     """Worker 1 begins with what worker 0, whose options rule, has not: from the second step on servers lack it."""
 
