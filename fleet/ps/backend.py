@@ -236,15 +236,15 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
             raise
 
     def _serve_beside(self, endpoint: Endpoint) -> None:
-        server = self._make_server(endpoint)
-        thread = threading.Thread(target=_run_quietly, args=(server,), name="fleet-server", daemon=True)
-        try:
-            with uninterrupted():
+        with uninterrupted():  # or it would listen, and nobody know of it
+            server = self._make_server(endpoint)
+            thread = threading.Thread(target=_run_quietly, args=(server,), name="fleet-server", daemon=True)
+            try:
                 thread.start()
-                self._embedded = server, thread
-        except RuntimeError:  # the system has no room for it
-            server.close()
-            raise
+            except RuntimeError:  # the system has no room for it
+                server.close()
+                raise
+            self._embedded = server, thread
 
     def _describe(self) -> Description:
         """Describe the user's optimizers and model as they are now."""
