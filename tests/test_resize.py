@@ -613,9 +613,9 @@ def test_what_a_former_server_says_does_not_end_the_job_elsewhere() -> None:
     for connection in former:
         connection.fail(ServersMovedError("the job has moved"))
     left.replace(here)
-    former[0]._end(over)
+    former[0].hear_the_end(over)
     assert here[0].failure is None
-    others[0]._end(over)
+    others[0].hear_the_end(over)
     assert others[1].failure is over, "of servers where the job is"
     assert stays.failure is over
 

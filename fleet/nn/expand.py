@@ -41,18 +41,19 @@ class Bags(NamedTuple):
 
     def check_offsets(self, inverse: torch.Tensor) -> None:
         """Refuse offsets with which torch reads and writes beyond its memory. It says itself what else is wrong."""
-        offsets = self.offsets
-        if offsets is None or offsets.dim() != 1 or inverse.dim() != 1:
+        given = self.offsets
+        if given is None or not given.is_cpu or given.dim() != 1 or inverse.dim() != 1:
             return
+        offsets = given.numpy()  # whose comparisons take half the time of torch's
         if len(offsets) <= self.include_last_offset:
             fits = not len(inverse)
         else:
-            fits = bool(offsets[-1] <= len(inverse)) and (len(offsets) == 1 or bool(offsets.diff().min() >= 0))
+            fits = bool(offsets[-1] <= len(inverse) and (offsets[1:] >= offsets[:-1]).all())
         if not fits:
             raise ConfigurationError(
                 "offsets do not divide the ids of an EmbeddingBag into bags",
                 expected=f"0, then numbers that do not fall, up to {len(inverse)}",
-                got=offsets,
+                got=given,
             )
 
     def pooled(self, rows: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:

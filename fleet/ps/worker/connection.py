@@ -252,7 +252,7 @@ class Connection:
                 self.fail(error)
                 has_moved = True
             except FleetError as error:
-                self._end(error)
+                self.hear_the_end(error)
                 return
             except Exception as error:  # without heartbeats a wait could have no end
                 self.fail(FleetError(f"the heartbeat to {self.endpoint} failed", got=repr(error)))
@@ -333,7 +333,7 @@ class Connection:
         for call in under_way:
             call.cancel()
 
-    def _end(self, error: FleetError) -> None:
+    def hear_the_end(self, error: FleetError) -> None:
         """Take from a server that the job is over: other threads of this worker may ask others, which have gone."""
         self.fail(error)
         if self.failure is error:  # and the job has not moved, nor has this been closed
@@ -397,7 +397,7 @@ class Connection:
         except FleetError as error:
             if not (error.ends_job or isinstance(error, FATAL)):
                 raise
-            self._end(error)
+            self.hear_the_end(error)
             if self.failure is not error:  # what has ended the connection before is why the job is over
                 raise self.reported_failure() from None
             self.reported = True
