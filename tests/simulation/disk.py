@@ -222,7 +222,7 @@ def stands_for_os(
         return write_rows(*args)
 
     write_rows = checked(os.pwrite, takes_room=True)
-    writes = ("write", "writev")
+    writes = ("write", "writev", "pwritev")
     changes = ("rename", "replace", "unlink", "remove", "rmdir", "ftruncate", "truncate", "mkdir", "makedirs", "link")
     return {
         "open": open_,
