@@ -29,6 +29,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from network_namespaces import Machines, missing
 
 SERVER, WORKER = "10.78.0.1", "10.78.0.2"
+#: Sends what there is as soon as it may, as CUBIC does, which most systems have and a namespace may not always choose.
+#: BBR, which this machine may have, spreads each request over a part of a round trip.
+CONGESTION_CONTROL = "reno"
 TRIPS_MS, RATES_GBIT = (0.1, 0.5, 2.0, 10.0), (10.0, 1.0, 0.2)
 MORE = (
     "ssp",
@@ -66,6 +69,8 @@ def run(system: System, kind: Kind, cable: Cable, *, quick: bool) -> Cost:
     with Machines() as machines:
         server, worker = machines.machine("server"), machines.machine("worker")
         machines.join("lan", {server: f"{SERVER}/24", worker: f"{WORKER}/24"}, **cable.limits)
+        for machine in (server, worker):
+            machine.set_congestion_control(CONGESTION_CONTROL)
         places = {
             role: Place(host, ("ip", "netns", "exec", machine.namespace))
             for role, host, machine in (("server", SERVER, server), ("worker", WORKER, worker))

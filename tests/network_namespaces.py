@@ -59,6 +59,11 @@ class Machine:
         """``ip`` as this machine's administrator would say it: ``ip("link", "set", "lan", "down")``."""
         _ip("-n", self.namespace, *words)
 
+    def set_congestion_control(self, algorithm: str) -> None:
+        """Choose how its TCP finds out how much a network carries, for connections to come."""
+        write = ["sh", "-c", f"echo {algorithm} > /proc/sys/net/ipv4/tcp_congestion_control"]
+        _ip("netns", "exec", self.namespace, *write)
+
     def knows(self, hosts: Mapping[str, str]) -> None:
         """Its /etc/hosts, by name."""
         self._folder.mkdir(parents=True, exist_ok=True)

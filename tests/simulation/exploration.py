@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import multiprocessing
+import os
 import tempfile
 import time
 from collections import Counter
@@ -40,10 +42,15 @@ class Tally:
         self.wrong |= other.wrong
 
 
+#: Where files are made and removed in half the time, and nothing is kept. All disks of a job are simulated.
+_MEMORY = Path("/dev/shm")
+
+
 def tried(seeds: range) -> Tally:
     """Run some seeds in this process."""
     tally = Tally()
-    with tempfile.TemporaryDirectory(prefix="fleet-simulation-") as folder:
+    where = _MEMORY if os.access(_MEMORY, os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="fleet-simulation-", dir=where) as folder:
         for seed in seeds:
             scenario = drawn(seed)
             outcome = run(scenario, Path(folder) / "job")
@@ -61,17 +68,25 @@ def tried(seeds: range) -> Tally:
     return tally
 
 
-def begin() -> None:
-    """Make a process fit for simulations."""
+def begin(cores: multiprocessing.SimpleQueue[int] | None = None) -> None:
+    """Make a process fit for simulations. On one core a turn passes from thread to thread in a tenth of the time, and
+    garbage is collected between batches of seeds."""
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
+    if cores is not None:
+        os.sched_setaffinity(0, {cores.get()})
+        gc.disable()
     gc.freeze()
 
 
 def explore(first: int, minutes: float, jobs: int) -> Tally:
     """Run seeds side by side until the time is up."""
     total, began, start = Tally(), time.monotonic(), first
-    with multiprocessing.get_context("spawn").Pool(jobs, initializer=begin) as pool:
+    context = multiprocessing.get_context("spawn")
+    cores: multiprocessing.SimpleQueue[int] = context.SimpleQueue()
+    for _, core in zip(range(jobs), itertools.cycle(sorted(os.sched_getaffinity(0))), strict=False):
+        cores.put(core)
+    with context.Pool(jobs, initializer=begin, initargs=(cores,)) as pool:
         waiting: list[Any] = []
         while time.monotonic() < began + 60 * minutes:
             waiting.append(pool.apply_async(tried, (range(start, start + _BATCH),)))

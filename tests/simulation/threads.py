@@ -68,7 +68,7 @@ class Lock:
             try:
                 here.block(None if until is None else until - here.now)
             finally:
-                with contextlib.suppress(ValueError):
+                if me in self._waiting:  # nobody has woken it
                     self._waiting.remove(me)
         self._owner = me
         return True
@@ -144,7 +144,7 @@ class Condition:
         try:
             was_woken = here.block(timeout)
         finally:
-            with contextlib.suppress(ValueError):
+            if me in self._waiting:  # nobody has woken it
                 self._waiting.remove(me)
         self._lock.take_again(depth) if isinstance(self._lock, RLock) else self._lock.acquire()
         return was_woken
