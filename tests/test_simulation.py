@@ -12,6 +12,8 @@ from simulation import on_purpose
 from simulation.invariants import broken
 from simulation.job import run
 from simulation.scenario import (
+    ALL_REDUCE,
+    AVERAGING,
     CLOCK,
     CUT,
     CUT_IN,
@@ -58,6 +60,13 @@ MOVES_TO_TWO = Setting(
 )
 
 FOUND = {
+    # Workers that average met without one that had been killed, and waited for another that had been meanwhile: for as
+    # long as the deadline once more, as torch connects all without a look at whether they can still come.
+    "a worker that is lost between a meeting and a group": Scenario(
+        200858,
+        Setting(workers=3, servers=1, steps=29, durable="always", dense=ALL_REDUCE),
+        (Fault(769, KILL, "worker1", 0.06), Fault(885, KILL, "worker2", 0.07)),
+    ),
     # That rows were lost was told to the thread alone that saved a checkpoint, and the server went. Nobody else heard.
     "a job that ends when a checkpoint is saved": Scenario(
         1,
@@ -262,6 +271,15 @@ def test_a_job_in_which_nothing_goes_wrong(tmp_path: Path) -> None:
     assert outcome.told.done == {(worker, step) for worker in range(3) for step in range(5)}
 
 
+@pytest.mark.parametrize("mode", AVERAGING)
+def test_workers_average(mode: str, tmp_path: Path) -> None:
+    """They meet in each step, and end with the same values of what they keep themselves."""
+    outcome = run(Scenario(7, Setting(mode, steps=5, dense=ALL_REDUCE)), tmp_path / "job")
+    assert not broken(outcome)
+    assert outcome.told.ends.keys() == {0, 1, 2}
+    assert sum(message.what.startswith("all_reduce") for message in outcome.messages) >= 5 * 3 * 2
+
+
 @pytest.mark.parametrize("mode", ELASTIC)
 def test_workers_join_and_leave(mode: str, tmp_path: Path) -> None:
     """They begin when they are to, train, and are gone when the others are not."""
@@ -320,6 +338,16 @@ def test_faults_come_to_pass(kind: str, tmp_path: Path) -> None:
 
 
 ON_PURPOSE = {
+    "a worker that has missed the end of its step keeps the values that it has": Scenario(
+        128,
+        Setting("ssp", 3, 3, 3, "Adagrad", durable="always", journal_bytes=2000, sync_s=0.01, dense=ALL_REDUCE),
+        (Fault(134, KILL, "worker0", 0.09),),
+    ),
+    "workers that wait for an average do not ask whether one of them is lost": Scenario(
+        1130,
+        Setting("async", 3, 3, 2, "Adam", durable="always", sync_s=0.1, dense=ALL_REDUCE),
+        (Fault(84, UNANSWERED), Fault(94, KILL, "worker2", 0.09)),
+    ),
     "a repeated push is answered before its round is over": Scenario(
         28, Setting("sync", 2, 1, 4, durable="always"), (Fault(46, KILL, "server0", 0.1),)
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -43,6 +44,9 @@ _SILENCE = (KILL, POWER, BIT, PAUSE, CUT, CUT_IN, CUT_OUT, FULL, LIES)
 #: In these a gradient may come too late, and is dropped.
 _DROPS = ("gba", "auto")
 _FEW_STEPS = 4
+#: End a job whose workers average: where they have begun a step together they cannot go on without one of them, and
+#: what all of them have had is lost with the last.
+_LOST_AMID = ("a worker was lost in the middle of a step", "no worker has the dense parameters any more")
 
 
 def broken(outcome: Outcome) -> list[str]:
@@ -73,20 +77,24 @@ def _always(outcome: Outcome) -> Iterator[str]:
         if begin < done and setting.mode in _WAITS and not outcome.scenario.may_fail:
             yield f"worker {worker} began at step {begin} although it had heard that {done} were done"
     over_s = max((at + fault.for_s + _FOUND_AFTER_S.get(fault.kind, 0.0) for at, fault in outcome.struck), default=0.0)
-    is_late = (
-        outcome.lasted_s > over_s + _IN_TIME_S and not setting.follower
-    )  # which waits for servers, if it starts late
-    if is_late and not outcome.scenario.may_fail and not outcome.hang:
+    in_time_s = _IN_TIME_S + (DEADLINE_S if outcome.gone else 0.0)  # when it is given up on
+    is_late = outcome.lasted_s > over_s + in_time_s
+    may_be_late = setting.follower  # which waits for servers, if it starts late
+    if is_late and not (may_be_late or outcome.scenario.may_fail or outcome.hang):
         yield f"it has lasted for {outcome.lasted_s:.0f} s, and what befell it was over after {over_s:.0f} s"
     for worker, done, slowest in outcome.told.went_on:
         bound = _BOUNDS.get(setting.mode)
-        if bound is not None and done - slowest > bound and not outcome.scenario.may_fail:
+        if bound is not None and done - slowest > bound and not (outcome.scenario.may_fail or outcome.gone):
             yield f"worker {worker} went on after {done} steps, and another one had begun {slowest}"
 
 
 def _ends_well(outcome: Outcome) -> Iterator[str]:
     if outcome.scenario.may_fail:
         return
+    if outcome.scenario.leaves_who_is_killed:
+        said = " ".join(map(str, outcome.errors.values()))
+        if len(outcome.gone) == outcome.scenario.setting.workers or any(each in said for each in _LOST_AMID):
+            return
     for name, error in outcome.errors.items():
         yield f"{name} failed although nothing had befallen the job that may end it: {error}"
 
@@ -95,7 +103,7 @@ def _when_it_ends_well(outcome: Outcome) -> Iterator[str]:
     """Look at what a job has learnt when all of its workers say that it is done."""
     setting = outcome.scenario.setting
     ends = outcome.told.ends
-    if outcome.errors or outcome.hang or len(ends) < setting.workers:
+    if outcome.errors or outcome.hang or not ends or len(ends) + len(outcome.gone) < setting.workers:
         return
     if setting.mode == "geo":  # each has values of its own, which the last exchange has brought together or not
         if not outcome.scenario.may_fail:
@@ -103,12 +111,17 @@ def _when_it_ends_well(outcome: Outcome) -> Iterator[str]:
             if setting.optimizer != "Adam":
                 yield from _every_change_once(outcome)
         return
-    first = ends[0]
+    if outcome.scenario.leaves_who_is_killed:  # and nobody has waited for what others had still to send
+        lives = Counter(worker for worker, *_ in outcome.told.begins)
+        ends = {worker: {"steps": end["steps"]} for worker, end in ends.items() if lives[worker] == 1}
+    first = ends[min(ends)] if ends else {}
     for worker, end in ends.items():
         for name, value in end.items():
             # A server that has lost state may have done so after one of them had read it.
             if not torch.equal(value, first[name]) and not outcome.scenario.may_fail:
-                yield f"workers 0 and {worker} end with other values of {name}"
+                yield f"workers {min(ends)} and {worker} end with other values of {name}"
+    if outcome.scenario.leaves_who_is_killed:
+        return
     if setting.mode in _IN_STEP and not outcome.scenario.may_fail:
         for name, value in _undisturbed(_plain(setting)).items():
             if not torch.equal(value, first[name]):
@@ -157,18 +170,20 @@ def _every_change_is_heard(outcome: Outcome) -> Iterator[str]:
             yield f"worker {worker} has not heard of all that others have changed in its rows {end[HELD].tolist()}"
 
 
-def _is_cut_at(step: int, values: torch.Tensor) -> bool:
+def _is_cut_at(step: int, values: torch.Tensor, gone: frozenset[int] = frozenset()) -> bool:
     """Say whether every worker's steps before this one have had their effect, and no later ones."""
-    return bool((values[:, :step] != 0).all()) and not bool(values[:, step:].any())
+    there = [worker for worker in range(len(values)) if worker not in gone]
+    return bool((values[there, :step] != 0).all()) and not bool(values[:, step:].any())
 
 
 def _checkpoints(outcome: Outcome) -> Iterator[str]:
     """A checkpoint is whole, and of one moment."""
     yield from outcome.told.damaged
     if outcome.scenario.setting.mode in _IN_STEP and not outcome.scenario.may_fail:
+        gone = frozenset(int(name[len("worker") :]) for name in outcome.gone)
         for step, *each in outcome.told.saved:
             for what, values in zip(("the parameter", "the rows"), each, strict=True):
-                if not _is_cut_at(step, values):
+                if not _is_cut_at(step, values, gone):
                     yield f"the checkpoint of step {step} has in {what} {values.tolist()}"
 
 
@@ -192,7 +207,7 @@ def _plain(setting: Setting) -> Setting:
     difference to what it learns, nor does the number of servers. Where steps are not common to all workers each of them
     has the same effect, and a few show it."""
     steps = setting.steps if setting.mode in _IN_STEP else _FEW_STEPS
-    return Setting(setting.mode, setting.workers, 1, steps, setting.optimizer)
+    return Setting(setting.mode, setting.workers, 1, steps, setting.optimizer, dense=setting.dense)
 
 
 @cache

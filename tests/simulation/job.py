@@ -9,6 +9,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,7 @@ from fleet.strategy.parameter_server import Strategy, StrategyFactory
 
 from . import scenario as kinds
 from .disk import Disk, tiny_journals, tiny_tiers, turn_a_bit
+from .groups import Groups
 from .network import Message, Wires
 from .scenario import Fault, Scenario, Setting
 from .scheduler import Process, Scheduler, Thread
@@ -42,24 +44,21 @@ PATIENCE_S = 20 * kinds.DEADLINE_S
 _THINKS_S = (0.0, 0.02)
 #: So long after it has ended by an error a durable server is started again.
 _STARTS_AGAIN_AFTER_S = 0.5
+#: What a worker is told that is killed where the others go on without it.
+_MAY_NOT = "cannot start again in a job whose dense parameters are on the workers"
 #: A process that a signal has killed is started again so many times.
 _RESTARTS = 20
 
-STRATEGIES: dict[str, Callable[[], Strategy]] = {
+#: By mode. What follows is said by a setting: whether workers may join, and where dense parameters are.
+STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "sync": StrategyFactory.create_sync_strategy,
     "async": StrategyFactory.create_async_strategy,
-    "half_async": lambda: StrategyFactory.create_half_async_strategy(max_merge_var_num=3),
-    "ssp": lambda: StrategyFactory.create_ssp_strategy(staleness=2),
+    "half_async": partial(StrategyFactory.create_half_async_strategy, max_merge_var_num=3),
+    "ssp": partial(StrategyFactory.create_ssp_strategy, staleness=2),
     "gba": StrategyFactory.create_gba_strategy,
     "auto": StrategyFactory.create_auto_strategy,
-    "geo": lambda: StrategyFactory.create_geo_strategy(2),
-    "dc_asgd": lambda: StrategyFactory.create_async_strategy(dc_asgd_lambda=0.5),
-}
-
-ELASTIC: dict[str, Callable[[], Strategy]] = {
-    "async": lambda: StrategyFactory.create_async_strategy(elastic=True),
-    "half_async": lambda: StrategyFactory.create_half_async_strategy(max_merge_var_num=3, elastic=True),
-    "gba": lambda: StrategyFactory.create_gba_strategy(elastic=True),
+    "geo": partial(StrategyFactory.create_geo_strategy, 2),
+    "dc_asgd": partial(StrategyFactory.create_async_strategy, dc_asgd_lambda=0.5),
 }
 
 
@@ -143,6 +142,8 @@ class Outcome:
     #: faults that have come to pass, and when
     struck: list[tuple[float, Fault]]
     kills: Counter[str]
+    #: workers that were killed and have not started again
+    gone: set[str]
     lasted_s: float
     turns: int
 
@@ -166,6 +167,8 @@ class _Life:
         self.name = name
         self.restarts = 0
         self.is_down = True
+        #: whether it does not start again
+        self.is_gone = False
         self.process = Process(name)
         self.fleet: Fleet | None = None
         self.disk: Disk | None = None
@@ -175,24 +178,33 @@ class _Life:
         self.process = Process(self.name)
         self.process.disk = self.disk
         self.is_down = False
-        self.thread = Thread(self.job.scheduler, self.process, lambda: self._run(self), self.name)
+        self.thread = Thread(self.job.scheduler, self.process, self._live, self.name)
         self.thread.waiters.append(self.job.watcher)
         self.job.scheduler.start(self.thread)
 
+    def _live(self) -> None:
+        try:
+            self._run(self)
+        finally:
+            self.job.groups.gone(self.process)
+
     @property
     def has_ended(self) -> bool:
-        return not self.is_down and self.thread.has_ended
+        return self.is_gone or (not self.is_down and self.thread.has_ended)
 
     def kill(self, fault: Fault) -> None:
         """End it as SIGKILL or a power cut does, and start it again some time later."""
-        if self.is_down or self.thread.has_ended or self.restarts >= _RESTARTS:
+        if self.is_gone or self.is_down or self.thread.has_ended or self.restarts >= _RESTARTS:
             return
         self.is_down = True
         self.restarts += 1
         self.job.kills[self.name.rstrip("0123456789")] += 1
         scheduler, process = self.job.scheduler, self.process
         self.job.wires.forget(process, silently=fault.kind == kinds.POWER)
-        scheduler.at(fault.for_s, self.start)
+        had_met = self.job.groups.gone(process, silently=fault.kind == kinds.POWER)
+        self.is_gone = had_met and self.job.setting.loses_who_is_killed
+        if not self.is_gone:
+            scheduler.at(fault.for_s, self.start)
 
         def unwind() -> None:
             scheduler.unwind(process)
@@ -214,6 +226,7 @@ class Simulation:
         self.watcher = self.scheduler.current
         self.wires = Wires(self.scheduler, scenario.seed)
         self.wires.on_moment = self._moment
+        self.groups = self.scheduler.groups = Groups(self.scheduler, self.wires)
         self.told = Told()
         self.kills: Counter[str] = Counter()
         self.struck: list[tuple[float, Fault]] = []
@@ -281,7 +294,10 @@ class Simulation:
             torch.manual_seed(1)
             model = Model(setting)
             kind = getattr(torch.optim, setting.optimizer)
-            strategy = (ELASTIC if setting.joins else STRATEGIES)[setting.mode]()
+            options = {"elastic": True} if setting.joins else {}
+            if setting.dense != "servers":
+                options["dense"] = setting.dense
+            strategy = STRATEGIES[setting.mode](**options)
             optimizer = here.distributed_optimizer(kind(model.parameters(), lr=0.5), strategy, model=model)
             here.init_worker()
             begin = setting.steps  # of one that was killed in its goodbye
@@ -333,6 +349,8 @@ class Simulation:
         barrier, and needs them in it: there they wait without a word to the servers. So they do for those who have
         joined, and leave."""
         self._is_near_its_end = True  # of a worker that was killed it is not known that all its steps are done
+        if self.scenario.leaves_who_is_killed:  # it would wait for those who wait for it
+            return
         while not self._is_over(self._joining):
             self.scheduler.block(0.01)
         if self.setting.mode != "auto":
@@ -434,8 +452,11 @@ class Simulation:
                 self.scheduler.block(until - self.scheduler.now)
             hang = [life.name for life in needed if not life.has_ended]
             lasted_s = self.scheduler.now
-            ended = [life for life in needed if life.has_ended]
+            ended = [life for life in needed if life.has_ended and not life.is_gone]
             errors = {life.name: life.thread.error for life in ended if life.thread.error is not None}
+            for name in [name for name, error in errors.items() if _MAY_NOT in str(error)]:
+                self.lives[name].is_gone = True  # it was killed amid its first meeting
+                del errors[name]
             for life in self.lives.values():
                 self.scheduler.unwind(life.process)
                 if life.disk is not None:
@@ -450,6 +471,7 @@ class Simulation:
             self.wires.messages,
             self.struck,
             self.kills,
+            {life.name for life in self.lives.values() if life.is_gone},
             lasted_s,
             self.scheduler.turns,
         )

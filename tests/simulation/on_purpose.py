@@ -32,8 +32,10 @@ from fleet.ps.server.step_requests import StepRequests
 from fleet.ps.table.tiered_store import TieredStore
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.transport import TransportError
+from fleet.ps.worker import dense_training
 from fleet.ps.worker.communicator import Communicator
 from fleet.ps.worker.connection import PendingRequest
+from fleet.ps.worker.dense_group import DenseGroup
 from fleet.ps.worker.progress import Progress
 
 from .exploration import begin
@@ -72,6 +74,21 @@ def fault(name: str) -> Callable[[Callable[[], Iterator[None]]], Fault]:
 def kept_except(*kinds: str) -> AbstractContextManager[None]:
     """Have servers that write no requests of these kinds into their journals."""
     return put(durability, "NOTED", durability.NOTED - {*kinds})
+
+
+# ---------------------------------------------------------------- workers that average
+
+
+@fault("a worker that has missed the end of its step keeps the values that it has")
+def _() -> Iterator[None]:
+    with put(dense_training, "hand_over", lambda group, described, source, loads: loads):
+        yield
+
+
+@fault("workers that wait for an average do not ask whether one of them is lost")
+def _() -> Iterator[None]:
+    with put(DenseGroup, "is_broken", property(lambda self: self._is_broken)):
+        yield
 
 
 # ---------------------------------------------------------------- what a server keeps

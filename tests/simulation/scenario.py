@@ -30,6 +30,9 @@ LONGEST_S = 6.0
 FOLLOWER = "follower0"
 
 MODES = ("sync", "async", "half_async", "ssp", "gba", "auto", "geo", "dc_asgd")
+#: In these the workers may keep dense parameters, and average their gradients.
+AVERAGING = ("sync", "async", "half_async", "ssp")
+ALL_REDUCE = "all_reduce"
 #: In these workers may join a running job, and leave it.
 ELASTIC = ("async", "half_async", "gba")
 
@@ -78,6 +81,14 @@ class Setting:
     joins_at: int = 0
     #: rows of each table that a server keeps in memory; all of them if 0
     rows_in_memory: int = 0
+    #: where dense parameters are: with "all_reduce" on the workers, which average their gradients
+    dense: str = "servers"
+
+    @property
+    def loses_who_is_killed(self) -> bool:
+        """Say whether the others go on without a worker that is killed: where they average gradients in rounds it may
+        not start again."""
+        return self.dense == ALL_REDUCE and self.mode in ("sync", "ssp")
 
     @property
     def all_workers(self) -> int:
@@ -114,6 +125,12 @@ class Scenario:
         return bool(setting.moves_at) and index >= min(setting.servers, setting.moves_to)
 
     @property
+    def leaves_who_is_killed(self) -> bool:
+        """Say whether workers that average may be through before one that was killed has started again."""
+        killed = [fault for fault in self.faults if fault.kind in (KILL, POWER) and fault.whom.startswith("worker")]
+        return self.setting.dense == ALL_REDUCE and bool(killed)
+
+    @property
     def _kills_a_server(self) -> bool:
         return any(fault.kind in (KILL, POWER, ROWS) and fault.whom.startswith("server") for fault in self.faults)
 
@@ -144,6 +161,9 @@ def drawn(seed: int, *, share: float = 0.05) -> Scenario:
     if draw_more.random() < 0.3:
         setting = replace(setting, rows_in_memory=draw_more.choice((4, 8, 16)))
     faults = draw_faults(setting, draw, share)
+    if mode in AVERAGING and not setting.joins and random.Random(f"dense {seed}").random() < 0.3:
+        setting = replace(setting, dense=ALL_REDUCE, follower=False)
+        faults = tuple(fault for fault in faults if fault.whom != FOLLOWER)
     if setting.rows_in_memory and draw_more.random() < 0.1:
         whom = f"server{draw_more.randrange(max(setting.servers, setting.moves_to))}"
         faults = tuple(sorted((*faults, Fault(draw_more.randrange(moments_of(setting)), ROWS, whom))))

@@ -86,6 +86,8 @@ class Scheduler:
         self.now = 0.0
         self.turns = 0
         self.numbers = itertools.count()
+        #: where workers meet that average gradients
+        self.groups: Any = None
         self._draw = random.Random(seed)
         self._preemption = preemption
         #: so many locks are taken before a thread gives way at one; never, if it is below zero

@@ -27,7 +27,9 @@ from fleet.base import exit_guard
 from fleet.numeric import jit
 from fleet.numeric.elementary import find_elementary_functions
 from fleet.ps.table.stores import TieredStores
+from fleet.ps.worker import dense_group
 
+from . import groups
 from .disk import stands_for_os
 from .scheduler import Killed, Scheduler, Thread
 
@@ -450,6 +452,13 @@ def installed(running: Scheduler, seed: int) -> Iterator[None]:
         id(futures.ThreadPoolExecutor): ThreadPoolExecutor,
         id(futures.wait): wait,
         id(jit._undisturbed): _compile,
+        id(dense_group._own_address): lambda host, port: host,
+        id(dense_group._own_store): lambda host: running.groups.own_store(host),
+        id(dense_group.TCPStore): lambda host, port, **options: running.groups.store(host, port, **options),
+        id(dense_group.PrefixStore): groups.Prefixed,
+        id(dense_group._connected): lambda *group: running.groups.connected(*group),
+        id(dense_group._keep_until_over): lambda *_: None,
+        id(dense_group.done_within): groups.done_within,
     }
     if not _places:
         find_elementary_functions()  # once in this process, as compiling

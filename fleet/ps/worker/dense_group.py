@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,10 @@ _log = logging.getLogger("fleet.worker")
 _PATIENCE = timedelta(days=30)
 #: How long a collective is waited for before it is looked whether it can still end.
 SLICE_S = 0.25
+_SLICE = timedelta(seconds=SLICE_S)
 _BACKLOG = 1024
+
+_T = TypeVar("_T")
 
 #: What workers do together, as errors name it.
 AVERAGE = "an average of gradients"
@@ -145,7 +148,7 @@ class DenseGroup:
                     return comers
             except FleetError:  # of the servers, some of which are RuntimeErrors too
                 raise
-            except (RuntimeError, OSError) as error:
+            except (GroupBrokenError, RuntimeError, OSError) as error:
                 # Somebody was lost in between: what is known of that comes with the next meeting.
                 _log.warning("worker %d could not connect to the others, and meets them again: %s", self._worker, error)
                 self._is_broken = True
@@ -180,10 +183,27 @@ class DenseGroup:
         self._store = own
         if self.rank > 0:
             host, port = json.loads(comers[0].address)
-            self._store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=patience)
+            come = partial(TCPStore, host, port, is_master=False, wait_for_workers=False, timeout=_SLICE)
+            self._store = self._in_slices(come)
         self._store.set_timeout(patience)
-        self._group = _connected(PrefixStore(str(self.number), self._store), self.rank, self.size, device, patience)
+        store = PrefixStore(str(self.number), self._store)
+        # Torch itself waits for all without a look at whether they can still come.
+        store.set(f"here {self.rank}", "")
+        self._in_slices(lambda: store.wait([f"here {rank}" for rank in range(self.size)], _SLICE))
+        self._group = _connected(store, self.rank, self.size, device, patience)
         return comers
+
+    def _in_slices(self, wait: Callable[[], _T]) -> _T:
+        """Do what waits for another worker until it comes to an end, is late, or is known to come to none."""
+        until = self._first.clock.now() + self._first.deadline_s
+        while True:
+            try:
+                return wait()
+            except RuntimeError:
+                self._refuse_if_over()
+                self._refuse_if_broken()
+                if self._first.clock.now() > until:
+                    raise
 
     def say_farewell(self, step: int) -> None:
         """Tell the first server that this worker meets nobody any more, but in its last round."""
@@ -324,6 +344,9 @@ class DenseGroup:
     def _check(self) -> None:
         # Where the job has moved meanwhile this worker goes over while it waits: who is lost is known there.
         self.following(self._refuse_if_over)
+        self._refuse_if_broken()
+
+    def _refuse_if_broken(self) -> None:
         if self.is_broken:
             raise GroupBrokenError("a worker of the group is gone")
 
