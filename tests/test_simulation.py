@@ -339,9 +339,9 @@ def test_faults_come_to_pass(kind: str, tmp_path: Path) -> None:
 
 ON_PURPOSE = {
     "a worker that has missed the end of its step keeps the values that it has": Scenario(
-        128,
-        Setting("ssp", 3, 3, 3, "Adagrad", durable="always", journal_bytes=2000, sync_s=0.01, dense=ALL_REDUCE),
-        (Fault(134, KILL, "worker0", 0.09),),
+        511,
+        Setting("sync", 3, 1, 6, "Adam", durable="always", sync_s=0.01, rows_in_memory=16, dense=ALL_REDUCE),
+        (Fault(126, KILL, "worker2", 0.06),),
     ),
     "workers that wait for an average do not ask whether one of them is lost": Scenario(
         1130,

@@ -33,7 +33,6 @@ class Store:
         self.owner = owner
         self._groups = groups
         self._keys: set[str] = set()
-        self._waiting: list[Thread] = []
 
     def set_timeout(self, _: timedelta) -> None:
         pass
@@ -41,21 +40,10 @@ class Store:
     def set(self, key: str) -> None:
         self._groups.travel(self.owner)
         self._keys.add(key)
-        for thread in self._waiting:
-            self._groups.scheduler.wake(thread)
 
-    def wait(self, keys: set[str], timeout: timedelta) -> None:
+    def check(self, keys: set[str]) -> bool:
         self._groups.travel(self.owner)
-        scheduler = self._groups.scheduler
-        me, until = scheduler.check(), scheduler.now + timeout.total_seconds()
-        while not keys <= self._keys and scheduler.now < until:
-            self._waiting.append(me)
-            try:
-                scheduler.block(until - scheduler.now)
-            finally:
-                self._waiting.remove(me)
-        if not keys <= self._keys:
-            raise RuntimeError("wait timeout: not all have come to the store")
+        return keys <= self._keys
 
 
 class Prefixed:
@@ -68,8 +56,8 @@ class Prefixed:
     def set(self, key: str, _: str) -> None:
         self.store.set(f"{self.prefix}/{key}")
 
-    def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
-        self.store.wait({f"{self.prefix}/{key}" for key in keys}, timeout)
+    def check(self, keys: Sequence[str]) -> bool:
+        return self.store.check({f"{self.prefix}/{key}" for key in keys})
 
 
 @dataclass

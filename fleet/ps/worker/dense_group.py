@@ -41,7 +41,9 @@ _log = logging.getLogger("fleet.worker")
 _PATIENCE = timedelta(days=30)
 #: How long a collective is waited for before it is looked whether it can still end.
 SLICE_S = 0.25
-_SLICE = timedelta(seconds=SLICE_S)
+#: So long a store that does not answer is called before it is looked whether it can be there; and so often it is asked
+#: whether all have come to it.
+_CALL, _ASK_S = timedelta(seconds=2), 0.01
 _BACKLOG = 1024
 
 _T = TypeVar("_T")
@@ -183,22 +185,27 @@ class DenseGroup:
         self._store = own
         if self.rank > 0:
             host, port = json.loads(comers[0].address)
-            come = partial(TCPStore, host, port, is_master=False, wait_for_workers=False, timeout=_SLICE)
-            self._store = self._in_slices(come)
+            come = partial(TCPStore, host, port, is_master=False, wait_for_workers=False, timeout=_CALL)
+            self._store = self._repeated(come)
         self._store.set_timeout(patience)
         store = PrefixStore(str(self.number), self._store)
-        # Torch itself waits for all without a look at whether they can still come.
         store.set(f"here {self.rank}", "")
-        self._in_slices(lambda: store.wait([f"here {rank}" for rank in range(self.size)], _SLICE))
+        self._repeated(partial(self._await_all, store))
         self._group = _connected(store, self.rank, self.size, device, patience)
         return comers
 
-    def _in_slices(self, wait: Callable[[], _T]) -> _T:
-        """Do what waits for another worker until it comes to an end, is late, or is known to come to none."""
+    def _await_all(self, store: PrefixStore) -> None:
+        """Look whether all have come, for whom torch would wait without a look at whether they still can."""
+        if not store.check([f"here {rank}" for rank in range(self.size)]):
+            self._first.clock.sleep(_ASK_S)
+            raise RuntimeError("not all workers of the group have come to its store")
+
+    def _repeated(self, attempt: Callable[[], _T]) -> _T:
+        """Repeat what fails without another worker, until it is there, is late, or is known to be lost."""
         until = self._first.clock.now() + self._first.deadline_s
         while True:
             try:
-                return wait()
+                return attempt()
             except RuntimeError:
                 self._refuse_if_over()
                 self._refuse_if_broken()
