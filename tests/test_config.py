@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import fields, replace
+from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -323,6 +326,29 @@ def test_the_factory_makes_the_synchronous_strategy() -> None:
 
 
 FACTORY = [getattr(StrategyFactory, name) for name in dir(StrategyFactory) if name.startswith("create_")]
+
+
+@pytest.mark.parametrize("make", FACTORY, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("given", ["no", None, 1, math.nan, torch.ones(2)], ids=str)
+def test_a_switch_of_a_strategy_is_true_or_false(make: Any, given: object) -> None:
+    for name in {"check_finite", "elastic", "needs_all_workers"} & {*signature(make).parameters}:
+        with pytest.raises(ArgumentTypeError, match=f"{name} must be True or False"):
+            make(**{name: given})
+
+
+@pytest.mark.parametrize("make", FACTORY, ids=lambda make: make.__name__)
+def test_a_number_that_is_no_float_is_out_of_range(make: Any) -> None:
+    for name in {"max_grad_norm", "dc_asgd_lambda"} & {*signature(make).parameters}:
+        with pytest.raises(ConfigurationError, match=f"{name} is out of range; expected what a float can hold"):
+            make(**{name: 10**400})
+
+
+def test_megabytes_are_a_whole_number() -> None:
+    for given in (1.5, True, Path("8")):
+        with pytest.raises(ArgumentTypeError, match="table_memory_mb must be an int"):
+            Strategy().with_settings(table_memory_mb=given)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="table_memory_mb is out of range; expected at least 1; got 0"):
+        Strategy().with_settings(table_memory_mb=0)
 
 
 def test_the_factory_makes_the_relaxed_strategies() -> None:

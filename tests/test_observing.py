@@ -152,6 +152,8 @@ def test_steps_of_before_are_no_speed(mode: str, tmp_path: Path) -> None:
         ({"examples": -1}, ConfigurationError, "negative"),
         ({"loss": torch.zeros(2)}, ArgumentTypeError, "loss must be a number or a tensor of one element"),
         ({"auc": "high"}, ArgumentTypeError, "auc must be"),
+        ({"loss": 10**400}, ConfigurationError, "loss is out of range"),
+        ({"examples": 10**400}, ConfigurationError, "examples is out of range"),
         ({"steps": 3}, ConfigurationError, "counts itself"),
         ({"lockstep": 3}, ConfigurationError, "counts itself"),
         ({"a b": 3}, ConfigurationError, "no name of a figure"),

@@ -30,6 +30,12 @@ def real(name: str, value: object, kind: str = "a number") -> float:
     """Return an int or a float, which may be NaN or infinite, or refuse the value."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ArgumentTypeError(f"{name} must be {kind}", got=repr(value))
+    try:
+        float(value)
+    except OverflowError:  # and nobody wants to read its digits
+        raise ConfigurationError(
+            f"{name} is out of range", expected="what a float can hold", got="a larger int"
+        ) from None
     return value
 
 

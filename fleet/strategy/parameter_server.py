@@ -126,7 +126,7 @@ class StrategyFactory:
             ('sync', True)
         """
         return Strategy(
-            check_finite=check_finite,
+            check_finite=checks.switch("check_finite", check_finite),
             wire_dtype=_wire_dtype(wire_dtype),
             needs_all_workers=checks.switch("needs_all_workers", needs_all_workers),
             dense=_dense(dense),
@@ -175,7 +175,7 @@ class StrategyFactory:
         strength = _strength(dc_asgd_lambda, dc_asgd_adaptive)
         return Strategy(
             "async",
-            check_finite=check_finite,
+            check_finite=checks.switch("check_finite", check_finite),
             wire_dtype=_wire_dtype(wire_dtype),
             communicator=_said(given),
             dc_lambda=strength,
@@ -212,7 +212,7 @@ class StrategyFactory:
         strength = _strength(dc_asgd_lambda, dc_asgd_adaptive)
         return Strategy(
             "half_async",
-            check_finite=check_finite,
+            check_finite=checks.switch("check_finite", check_finite),
             wire_dtype=_wire_dtype(wire_dtype),
             communicator=_said(given),
             dc_lambda=strength,
@@ -235,7 +235,10 @@ class StrategyFactory:
         """
         checks.whole("update_frequency", update_frequency, 1)
         return Strategy(
-            "geo", update_frequency=update_frequency, check_finite=check_finite, wire_dtype=_wire_dtype(wire_dtype)
+            "geo",
+            update_frequency=update_frequency,
+            check_finite=checks.switch("check_finite", check_finite),
+            wire_dtype=_wire_dtype(wire_dtype),
         )
 
     @staticmethod
@@ -254,7 +257,7 @@ class StrategyFactory:
         return Strategy(
             "ssp",
             staleness=staleness,
-            check_finite=check_finite,
+            check_finite=checks.switch("check_finite", check_finite),
             wire_dtype=_wire_dtype(wire_dtype),
             dense=_dense(dense),
         )
@@ -285,7 +288,7 @@ class StrategyFactory:
             "gba",
             gradients=_gradients(gradients),
             staleness=checks.whole("staleness", staleness, 0),
-            check_finite=check_finite,
+            check_finite=checks.switch("check_finite", check_finite),
             elastic=checks.switch("elastic", elastic),
             wire_dtype=_wire_dtype(wire_dtype),
             dense=_on_servers(dense),
@@ -316,7 +319,7 @@ class StrategyFactory:
             "auto",
             staleness=checks.whole("staleness", staleness, 0),
             changes=_changes(changes),
-            check_finite=check_finite,
+            check_finite=checks.switch("check_finite", check_finite),
             wire_dtype=_wire_dtype(wire_dtype),
             dense=_on_servers(dense),
             max_grad_norm=_max_grad_norm(max_grad_norm),
@@ -403,8 +406,8 @@ def _from_config(config: DistributeTranspilerConfig) -> Strategy:
 
 def _text(name: str, value: object) -> str:
     """Return what a variable of the environment would hold."""
-    if name.endswith("_mb") and isinstance(value, int) and not isinstance(value, bool):
-        return str(value)
+    if name.endswith("_mb") and not isinstance(value, str):
+        return str(checks.whole(name, value, 1))
     if not isinstance(value, str):
         raise ArgumentTypeError(f"{name} must be a str", got=repr(value))
     if not value.strip():

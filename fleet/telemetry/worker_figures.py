@@ -44,6 +44,7 @@ class WorkerFigures:
         counted = 0 if examples is None else checks.integer("report(): examples", examples)
         if counted < 0:
             raise ConfigurationError("report(): examples cannot be negative", got=examples)
+        checks.real("report(): examples", counted)
         given = {**others, **({} if loss is None else {"loss": loss})}
         for name in others:
             if name in WORKER:
@@ -89,7 +90,7 @@ def _kept(name: str, value: object) -> float | torch.Tensor:
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
         return value.detach()
     if hasattr(value, "__float__") and not isinstance(value, str | torch.Tensor):
-        return float(value)
+        return float(checks.real(f"report(): {name}", value) if type(value) is int else value)
     raise ArgumentTypeError(
         f"report(): {name} must be a number or a tensor of one element",
         got=f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)[:80],
