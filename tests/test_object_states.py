@@ -90,6 +90,7 @@ def test_whatever_is_plain_comes_back_as_it_was(value: Any) -> None:
         Counter({3: 2}),
         {1, 2},
         10**400,
+        -(10**5000),
         "\ud800",
     ],
     ids=lambda value: type(value).__name__,
@@ -124,6 +125,7 @@ class Named(tuple[int, ...]):
         ({"kind": torch.optim.lr_scheduler.StepLR}, r"state\['kind'\] is a class, which"),
         ({"t": torch.ones(2).to_sparse()}, r"state\['t'\] is a Tensor, which cannot be kept; expected a plain tensor"),
         ({"a": np.array([object()])}, r"state\['a'\] is a ndarray, which"),
+        ({"a": np.ma.array([1, 2], mask=[0, 1])}, r"state\['a'\] is a MaskedArray, which"),
     ],
 )
 def test_what_has_no_place_in_it_is_refused_by_its_name(state: dict[str, Any], told: str) -> None:

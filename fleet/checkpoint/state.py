@@ -37,6 +37,10 @@ _CONTAINERS: dict[type, str] = {
 }
 _PAIRED = (dict, OrderedDict, Counter)
 _BY_NAME = {name: kind for kind, name in _CONTAINERS.items()}
+#: An int of more bits is kept in hexadecimal: Python refuses to read or write so many decimal digits.
+_MOST_BITS = 4096
+#: Others have more than numbers, such as the mask of a masked array.
+_ARRAYS = (np.ndarray, np.memmap)
 #: Kinds of numpy's element types that are numbers.
 _NUMBERS = "biufc"
 
@@ -244,6 +248,8 @@ class _Encoder:
         kind = type(value)
         if level > _MOST_LEVELS:
             raise UnsupportedError(f"{path} is nested too deeply to be kept", expected=f"at most {_MOST_LEVELS} levels")
+        if kind is int and value.bit_length() > _MOST_BITS:
+            return {"int": hex(value)}
         if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
             return value
         if kind is float:
@@ -262,7 +268,8 @@ class _Encoder:
             return {_CONTAINERS[kind]: [self.encode(each, f"{path}[{at}]", level + 1) for at, each in enumerate(value)]}
         if isinstance(value, torch.Tensor):
             return {"tensor": self._tensor(value, path)}
-        if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in _NUMBERS and value.dtype.names is None:
+        is_numbers = kind in _ARRAYS or isinstance(value, np.generic)
+        if is_numbers and value.dtype.kind in _NUMBERS and value.dtype.names is None:
             told = self._body(value.tobytes())
             tag = "numpy" if isinstance(value, np.generic) else "array"
             return {tag: [value.dtype.str, list(value.shape), *told]}
@@ -291,6 +298,7 @@ class _Decoder:
         self._body = body
         self._readers: dict[str, Callable[[Any], Any]] = {
             "float": float,
+            "int": lambda told: int(told, 16),
             "bytes": base64.b64decode,
             "tensor": self._tensor,
             "array": self._array,
