@@ -129,9 +129,9 @@ class Checkpoints:
             raise ArgumentTypeError("fleet must be a fleet.Fleet or None", got=type(job).__name__)
         if background not in (None, True, False):
             raise ArgumentTypeError("background must be True, False or None", got=repr(background))
-        for name, value in (("every_steps", every_steps), ("keep_last", keep_last), ("full_every", full_every)):
-            if value is not None:
-                checks.whole(name, value, 1)
+        for name, value in (("every_steps", every_steps), ("keep_last", keep_last)):
+            checks.whole_or_none(name, value, 1)
+        checks.whole("full_every", full_every, 1)
         if every_s is not None:
             _check_seconds("every_s", every_s)
         if every_steps is None and every_s is None:
@@ -143,8 +143,9 @@ class Checkpoints:
 
             check_state(state)
         self._job = job._backend("Checkpoints")
+        steps = self._job.steps_taken("Checkpoints()")
         self._clock = SystemClock() if clock is None else clock
-        self._schedule = Schedule(every_steps, every_s, full_every, self._job.steps_taken, self._clock.now())
+        self._schedule = Schedule(every_steps, every_s, full_every, steps, self._clock.now())
         if full_every > 1 and not self._job.saves_deltas:
             raise UnsupportedError(
                 "a collective job has no rows of which only the changed ones could be saved",
@@ -189,7 +190,7 @@ class Checkpoints:
             if wanted is not None:
                 self._states.give(wanted, self._own())
             return
-        is_due = self._schedule.is_due(self._job.steps_taken, self._clock.now())
+        is_due = self._schedule.is_due(self._job.steps_taken("Checkpoints.after_step()"), self._clock.now())
         if not self._is_writing():
             self._raise_failure()
             if is_due and (self._states.asked or not self._states.needs_notice):
@@ -201,7 +202,7 @@ class Checkpoints:
     def _give_notice(self) -> None:
         """Tell all workers with a step that a checkpoint of it needs their states right after it."""
         if self._saves and self._states.needs_notice:
-            following = self._schedule.following(self._job.steps_taken, self._clock.now())
+            following = self._schedule.following(self._job.steps_taken("Checkpoints.after_step()"), self._clock.now())
             if following is not None:
                 self._states.ask(following)
 
@@ -256,8 +257,8 @@ class Checkpoints:
         not."""
         from fleet.checkpoint.series import name_of
 
-        with self._job.undisturbed("Checkpoints"):
-            step, mode = self._job.steps_taken, self._schedule.mode
+        with self._job.undisturbed("Checkpoints.save()"):
+            step, mode = self._job.steps_taken("Checkpoints.save()"), self._schedule.mode
             where = self._root.within(name_of(step)).url
             self._schedule.begin(step, self._clock.now())
             rest = self._job.begin_saving(where, mode, self._own(), wanted)

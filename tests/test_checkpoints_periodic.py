@@ -469,6 +469,8 @@ def test_in_a_store() -> None:
         ({"every_s": "1"}, ArgumentTypeError, "every_s must be a number of seconds"),
         ({"every_steps": 1, "keep_last": 0}, ConfigurationError, "keep_last is out of range"),
         ({"every_steps": 1, "full_every": True}, ArgumentTypeError, "full_every must be an int"),
+        ({"every_steps": 1, "full_every": None}, ArgumentTypeError, "full_every must be an int"),
+        ({"every_s": 10**400}, ConfigurationError, "every_s is out of range; expected what a float can hold"),
         ({"every_steps": 1, "background": "yes"}, ArgumentTypeError, "background must be True, False or None"),
         ({"every_steps": 1, "root": 3}, ArgumentTypeError, "dirname must be a path or a URL"),
         ({"every_steps": 1, "fleet": 3}, ArgumentTypeError, "fleet must be a fleet.Fleet or None"),
@@ -495,7 +497,7 @@ def test_calls_at_the_wrong_moment(one_job: Fleet, tmp_path: Path) -> None:
         Checkpoints(tmp_path, every_steps=1, fleet=Fleet(environ={}))
     fresh = Fleet(environ={})
     fresh.init()
-    with pytest.raises(NotInitializedError, match=r"Call fleet.init_worker\(\) first"):
+    with pytest.raises(NotInitializedError, match=r"Checkpoints\(\) came before fleet.init_worker\(\)"):
         Checkpoints(tmp_path, every_steps=1, fleet=fresh)
     checkpoints = Checkpoints(tmp_path, every_steps=1, fleet=one_job)
     checkpoints.close()

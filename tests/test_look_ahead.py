@@ -505,7 +505,7 @@ def compensated() -> Any:
             lambda: asynchronous(dc_asgd_lambda=0.1),
             {"device": "cpu", "embedding_staleness": 3},
             UnsupportedError,
-            "again",
+            "job without delay compensation",
         ),
         (geo, {"device": "cpu"}, UnsupportedError, "in the mode 'geo'"),
         (asynchronous, {"embedding_staleness": 3}, ConfigurationError, "none is given"),

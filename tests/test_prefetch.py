@@ -396,7 +396,7 @@ def test_a_table_of_another_job_is_refused() -> None:
     run_job(body, 1, 1)
 
 
-@pytest.mark.parametrize("name", ["items", "type", "a.b", ""])
+@pytest.mark.parametrize("name", ["items", "type", "training", "_modules", "a.b", ""])
 def test_names_that_torch_cannot_have_are_refused(name: str) -> None:
     with pytest.raises(ConfigurationError, match="cannot have this name"):
         fleet.nn.EmbeddingGroup({name: (None, 2)})

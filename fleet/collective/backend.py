@@ -177,9 +177,8 @@ class CollectiveBackend(Lifecycle[CollectiveWorker, DistributedStrategy]):
     #: False, since the next step alters what would be saved, and there are no rows.
     saves_behind = saves_deltas = False
 
-    @property
-    def steps_taken(self) -> int:
-        return self._running_worker("steps_taken").steps
+    def steps_taken(self, call: str) -> int:
+        return self._running_worker(call).steps
 
     def checkpoint_states(self, *, gives: bool) -> object_states.CheckpointStates:
         """Return the object that brings the states of all workers into the checkpoints that ``Checkpoints`` saves."""

@@ -43,8 +43,9 @@ class EmbeddingGroup(torch.nn.ModuleDict):
                 "tables must be a dict of (num_embeddings, embedding_dim)", got=type(tables).__name__
             )
         made = {}
+        nothing = torch.nn.ModuleDict()  # which has some of its attributes from __init__ alone
         for name, sizes in tables.items():
-            if not isinstance(name, str) or not name or "." in name or hasattr(torch.nn.ModuleDict, name):
+            if not isinstance(name, str) or not name or "." in name or hasattr(nothing, name):
                 raise ConfigurationError(
                     "a table of a group cannot have this name",
                     expected="text without a dot that is no attribute of torch.nn.ModuleDict",

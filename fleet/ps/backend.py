@@ -298,9 +298,8 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
     saves_behind = True
     saves_deltas = True
 
-    @property
-    def steps_taken(self) -> int:
-        return self._running_worker("steps_taken").progress.taken
+    def steps_taken(self, call: str) -> int:
+        return self._running_worker(call).progress.taken
 
     def checkpoint_states(self, *, gives: bool) -> CheckpointStates:
         """Return the object that brings the states of all workers into the checkpoints that ``Checkpoints`` saves."""

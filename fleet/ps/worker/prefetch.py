@@ -129,7 +129,7 @@ def _check_staleness(worker: WorkerRuntime, depth: int, staleness: int) -> None:
     if not worker.policy.lets_rows_age:
         raise UnsupportedError(
             f"rows cannot be used again without being asked for in the mode {worker.mode!r}",
-            expected="embedding_staleness= in an asynchronous or half-asynchronous job",
+            expected="embedding_staleness= in an asynchronous or half-asynchronous job without delay compensation",
             got=f"embedding_staleness={staleness}",
             todo="Leave it out: device= alone changes no number here.",
         )
