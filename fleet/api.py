@@ -85,6 +85,13 @@ class Fleet:
             assignment = resolve(is_collective, self._environ)
         else:
             assignment = role_maker.assignment()
+            if not isinstance(assignment, Assignment):
+                raise ArgumentTypeError(
+                    f"{type(role_maker).__name__}.assignment() returns something that is no assignment",
+                    expected="what assignment() of one of fleet.role_maker returns",
+                    got=type(assignment).__name__,
+                    todo="Return UserDefinedRoleMaker(…).assignment(), for example.",
+                )
             if is_collective is not None and is_collective is not assignment.collective:
                 kind = "collective" if assignment.collective else "parameter-server"
                 asked = "collective" if is_collective else "parameter-server"

@@ -9,7 +9,8 @@ import pytest
 
 from fleet import Fleet, role_maker
 from fleet.base.cluster import Assignment, Endpoint
-from fleet.errors import ConfigurationError, FleetError
+from fleet.base.facade import collective, parameter_server
+from fleet.errors import ArgumentTypeError, ConfigurationError, FleetError
 from fleet.role_maker import (
     EnvRoleMaker,
     PaddleCloudRoleMaker,
@@ -123,6 +124,19 @@ def test_signatures_are_the_documented_ones() -> None:
 
 def test_a_role_maker_is_one_class_with_one_method() -> None:
     assert RoleMakerBase.__abstractmethods__ == {"assignment"}
+
+
+@pytest.mark.parametrize(
+    "returned", [None, 3, UserDefinedRoleMaker(0, Role.WORKER, 1, ["a:1"])], ids=["nothing", "int", "maker"]
+)
+def test_what_its_method_returns_is_checked(returned: Any) -> None:
+    class Own(RoleMakerBase):
+        def assignment(self) -> Assignment:
+            return returned
+
+    for init in (Fleet(environ={}).init, parameter_server.init, collective.init):
+        with pytest.raises(ArgumentTypeError, match=r"Own.assignment\(\) returns something that is no assignment"):
+            init(Own())
 
 
 # --- The same cluster seen from every node ----------------------------------------------------------------------------

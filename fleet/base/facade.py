@@ -48,7 +48,8 @@ class Facade:
                 f"is_collective={is_collective} was given to the fleet of {self._package}",
                 todo="Leave it out; import fleet itself takes both kinds of job.",
             )
-        if isinstance(role_maker, RoleMaker) and role_maker.assignment().collective is not self._collective:
+        described = role_maker.assignment() if isinstance(role_maker, RoleMaker) else None
+        if isinstance(described, Assignment) and described.collective is not self._collective:
             kinds = {False: "parameter-server", True: "collective"}
             raise StateError(
                 f"the fleet of {self._package} is for {kinds[self._collective]} jobs, and this role maker describes a "
