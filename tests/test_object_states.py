@@ -793,12 +793,15 @@ def test_what_is_not_of_the_step_that_a_worker_goes_on_after_is_said_so(
         first.save_persistables(tmp_path / "ckpt", state=me.state)
         first.load_persistables(tmp_path / "ckpt")
         assert first.load_state(me.state)
+        first.keep_state(me.state)
+        me.step()
+        assert first.load_state(me.state)
         assert "belongs to step" not in caplog.text
         me.step()
         leave(first)
         me = Plain(job, "sync")
         assert job.load_state(me.state)
-        assert "belongs to step 1, and this worker goes on after step 2" in caplog.text
+        assert "belongs to step 2, and this worker goes on after step 3" in caplog.text
 
     running = Job(body, environ=environ)
     with caplog.at_level(logging.WARNING):
