@@ -43,6 +43,7 @@ from fleet.errors import (
     StateError,
     UnsupportedError,
 )
+from fleet.role_maker import UserDefinedCollectiveRoleMaker
 from fleet.serving import Follower, checkpoint_source, follow, readers
 from fleet.serving.followed_model import FollowedModel, kept_of
 from fleet.serving.readers import Readers
@@ -1276,3 +1277,51 @@ def test_a_collective_job_is_followed_with_its_buffers(tmp_path: Path) -> None:
         assert follower.version == 1
         for name, value in trained.state_dict().items():
             assert torch.equal(model.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("kind", ["dense", "fleet.nn", "torch.nn"])
+@pytest.mark.parametrize("role_maker", [None, UserDefinedCollectiveRoleMaker(0, ["127.0.0.1:1"])], ids=["ps", "nccl2"])
+def test_what_is_followed_is_not_trained(kind: str, role_maker: Any, tmp_path: Path) -> None:
+    """Each would write over what the other has made of it."""
+
+    def build() -> torch.nn.Module:
+        tables = {"fleet.nn": fleet.nn.Embedding(None, 2), "torch.nn": torch.nn.Embedding(4, 2, sparse=True)}
+        first = tables.get(kind, torch.nn.Linear(3, 2))
+        return torch.nn.Sequential(first, torch.nn.Linear(2, 1))
+
+    def join(job: Fleet, model: torch.nn.Module, role_maker: Any = None) -> None:
+        job.init(role_maker)
+        job.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+
+    job = Fleet(environ={})
+    join(job, build())
+    job.init_worker()
+    job.save_persistables(tmp_path / name_of(0))
+    job.stop_worker()
+    model = build()
+    with contextlib.closing(follow(model, tmp_path)), pytest.raises(StateError, match="the model is followed"):
+        join(Fleet(environ={}), model, role_maker)
+    assert model[0].weight.shape[0] or kind == "fleet.nn", "nothing has been done to it"
+    if role_maker is None and kind != "torch.nn":
+        join(Fleet(environ={}), model)
+
+
+def test_rows_are_of_one_running_job() -> None:
+    """A second one would take over the look-ups and the gradients of the first."""
+    model = fleet.nn.Embedding(None, 2)
+
+    def trained(job: Fleet) -> Any:
+        job.init()
+        optimizer = job.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+        job.init_worker()
+        optimizer.minimize(model(IDS).sum())
+        return optimizer
+
+    first, second = Fleet(environ={}), Fleet(environ={})
+    optimizer = trained(first)
+    with pytest.raises(StateError, match="the rows of 'weight' are on the servers of another job, which runs in this"):
+        trained(second)
+    optimizer.minimize(model(IDS).sum())
+    first.stop_worker()
+    trained(second)
+    second.stop_worker()

@@ -40,6 +40,7 @@ from fleet.ps.worker.hybrid_optimizer import HybridOptimizer
 from fleet.ps.worker.prefetch import Batch, prefetch
 from fleet.ps.worker.remote_choice import Remote, RemoteChoice
 from fleet.ps.worker.runtime import WorkerRuntime
+from fleet.serving.followed_model import refuse_followed
 from fleet.strategy.parameter_server import Strategy, as_strategy
 
 _log = logging.getLogger("fleet")
@@ -90,6 +91,7 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
         network = self._network if settings is self._settings else self._given_network or real_network(settings)
         if strategy.dense == ALL_REDUCE:
             self._refuse_protection(settings)
+        self._refuse_kept(optimizers)
         self._parts = (optimizers, model, strategy)
         self._remote_choice = RemoteChoice(remote)
         try:
@@ -104,6 +106,19 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
                 handle.release()
         kind = HybridOptimizer if strategy.dense == ALL_REDUCE else DistributedOptimizer
         return kind(optimizers, lambda: self._running_worker("step()"), lambda: self.running, self._state_kept_at)
+
+    def _refuse_kept(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Refuse a model that somebody else in this process keeps."""
+        params = [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
+        refuse_followed(params)
+        for handle in map(handle_of, params):
+            by = None if handle is None else handle.source
+            if handle is not None and isinstance(by, WorkerRuntime) and not by.stopped and self._assignment.is_worker:
+                raise StateError(
+                    f"the rows of {handle.name!r} are on the servers of another job, which runs in this process",
+                    where=str(self._assignment),
+                    todo="Call stop_worker() of that job first, or build a model for each job.",
+                )
 
     def _refuse_protection(self, settings: ProcessSettings) -> None:
         """Refuse what the workers cannot have among themselves."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -39,6 +40,21 @@ _log = logging.getLogger("fleet.serving")
 
 #: Of some ids, which of them a follower keeps.
 Share = Callable[[torch.Tensor], Any]
+
+
+#: Those that have been given values, as long as somebody holds them.
+_filled: weakref.WeakSet[FollowedModel] = weakref.WeakSet()
+
+
+def refuse_followed(params: Iterable[torch.Tensor]) -> None:
+    """Refuse to train what is followed: each would write over what the other one has made of it."""
+    wanted = {id(param) for param in params}
+    for each in list(_filled):
+        if any(id(param) in wanted for param in each.kept()):
+            raise StateError(
+                "the model is followed, and its follower would write over what training makes of it",
+                todo="Call close() of its Follower first, or train a model of its own.",
+            )
 
 
 class FollowedModel:
@@ -161,6 +177,7 @@ class FollowedModel:
             devices = {value.device for value in self._written() if value.device.type != "cpu"}
             _finish(devices)  # forwards that have ended may not have been computed
             self._is_torn = True
+            _filled.add(self)
             self._put(draft)
             _finish(devices)
             self._kept |= draft.kept
@@ -176,6 +193,12 @@ class FollowedModel:
             if not self._hooks:
                 self._watch()
         return True
+
+    def kept(self) -> Iterator[torch.Tensor]:
+        """Yield the parameters that are kept fresh: none once it is closed."""
+        if not self._is_closed:
+            yield from self._written()
+            yield from (handle.weight for handle in self._handles.values())
 
     def _put(self, draft: Draft) -> None:
         """Write what is to be read from now on. Nobody reads meanwhile."""
