@@ -464,6 +464,19 @@ def test_sums_of_integers_are_exact_and_narrow_floats_add_up_in_float32() -> Non
         assert got == ([3 * 2**53 + 3, -3 * 2**62 + 3 + 2**64], [3] * 4, [300] * 3, 2050.0, 258.0, 60000.0)
 
 
+def test_the_mean_of_large_integers_is_numpys() -> None:
+    largest = np.array([2**62, -(2**63), 2**63 - 1, 5])
+
+    def body(fleet: Fleet, worker: int) -> tuple[Any, ...]:
+        brought = largest - np.array([worker, 0, worker, -worker])
+        return brought, fleet.all_reduce_worker(brought, op="mean"), fleet.all_reduce_worker(2**63 - 1, op="mean")
+
+    brought, means, numbers = zip(*in_job(body, 3), strict=True)
+    for mean, number in zip(means, numbers, strict=True):
+        np.testing.assert_array_equal(mean, np.mean(brought, axis=0))
+        assert number == 2.0**63
+
+
 def test_nan_and_infinity_reach_the_result() -> None:
     def body(fleet: Fleet, worker: int) -> list[Any]:
         values = np.array([[np.nan, 1.0, np.inf, -np.inf], [1.0, np.nan, np.inf, np.inf]][worker])

@@ -117,13 +117,21 @@ def _dtype_and_shape(value: Any) -> tuple[str, tuple[int, ...]]:
     return name, tuple(value.shape)
 
 
+def _largest_sum(arrays: Sequence[np.ndarray[Any, Any]]) -> int:
+    """Return what no element of a sum of arrays of integers goes beyond."""
+    return sum(max(abs(int(each.min())), abs(int(each.max()))) for each in arrays if each.size)
+
+
 def reduced(op: str, tensors: Sequence[WireTensor]) -> WireTensor:
     """Return all tensors, which have one element type and shape, reduced in the order given: float16 and bfloat16 in
-    float32, integers in int64, everything else as it is."""
+    float32, integers in int64, everything else as it is. The mean of integers whose sum may not fit is of float64, as
+    numpy's is."""
     first = tensors[0]
     narrow = first.dtype in ("float16", "bfloat16")
     # One dimension and an output, so that no result becomes one of numpy's scalars, which warn where arrays do not.
     flat = [(t.torch().float().numpy() if narrow else t.numpy()).reshape(-1) for t in tensors]
+    if op == "mean" and first.dtype == "int64" and _largest_sum(flat) > np.iinfo(np.int64).max:
+        flat = [each.astype(np.float64) for each in flat]
     total = flat[0].copy()
     with np.errstate(all="ignore"):
         for each in flat[1:]:
