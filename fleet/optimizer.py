@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -324,6 +325,17 @@ class JoinedGroups(list[dict[str, Any]]):
     __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
 
 
+#: Those that somebody holds.
+_made: weakref.WeakSet[DistributedOptimizer] = weakref.WeakSet()
+
+
+def is_trained(params: Iterable[torch.Tensor]) -> bool:
+    """Say whether a job that runs in this process trains one of these."""
+    wanted = {id(param) for param in params}
+    running = (each for each in list(_made) if each._running())
+    return any(id(param) in wanted for each in running for group in each.param_groups for param in group["params"])
+
+
 class DistributedOptimizer(torch.optim.Optimizer):
     """Wraps one optimizer or several. ``param_groups`` are theirs, so schedulers work on either side.
 
@@ -358,6 +370,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._kept_at = kept_at
         self._states = StateDicts(self._wrapped, kept_at)
         self._guard = Guard(self._wrapped, "Call step() on what fleet.distributed_optimizer() returned.")
+        _made.add(self)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

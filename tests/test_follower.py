@@ -1291,12 +1291,16 @@ def test_what_is_followed_is_not_trained(kind: str, role_maker: Any, tmp_path: P
 
     def join(job: Fleet, model: torch.nn.Module, role_maker: Any = None) -> None:
         job.init(role_maker)
-        job.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+        optimizer = job.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+        held.append(optimizer)
 
-    job = Fleet(environ={})
-    join(job, build())
+    held: list[Any] = []
+    job, trained = Fleet(environ={}), build()
+    join(job, trained)
     job.init_worker()
     job.save_persistables(tmp_path / name_of(0))
+    with pytest.raises(StateError, match="the model belongs to a running job"):
+        follow(trained, tmp_path)
     job.stop_worker()
     model = build()
     with contextlib.closing(follow(model, tmp_path)), pytest.raises(StateError, match="the model is followed"):

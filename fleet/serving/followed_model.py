@@ -31,6 +31,7 @@ from fleet.nn.handle import Lookup, TableHandle, Wanted, handle_of
 from fleet.numeric.compiler import uncompiled
 from fleet.numeric.ids import bounds, packed_ids, unique
 from fleet.numeric.jit import Ids
+from fleet.optimizer import is_trained
 from fleet.serving.export import kind_of, table_kind_of
 from fleet.serving.kept_rows import KeptRows
 from fleet.serving.readers import Readers
@@ -131,11 +132,11 @@ class FollowedModel:
         for by in taken:
             if isinstance(by, FollowedModel) and not by._is_closed:
                 raise StateError("the model is followed already", todo="Call close() of its Follower first.")
-            if by is not None and not isinstance(by, FollowedModel):
-                raise StateError(
-                    "the model belongs to a running job, which keeps it",
-                    todo="Give follow() a model of its own, built in the same way.",
-                )
+        if is_trained(named.values()) or any(by is not None and not isinstance(by, FollowedModel) for by in taken):
+            raise StateError(
+                "the model belongs to a running job, which keeps it",
+                todo="Give follow() a model of its own, built in the same way.",
+            )
 
     # ---------------------------------------------------------------- one version after the other
 
