@@ -164,6 +164,9 @@ def test_samples_come_from_everywhere(files: list[str]) -> None:
     (window,) = MultiSlot(files, COLUMNS, batch_size=TOTAL, shuffle_mb=1)
     found = window["number"].flatten()
     assert abs(torch.corrcoef(torch.stack([found.float(), torch.arange(TOTAL).float()]))[0, 1]) < 0.3
+    for more_than_there_is in (1e9, 1e300):
+        (again,) = MultiSlot(files, COLUMNS, batch_size=TOTAL, shuffle_mb=more_than_there_is)
+        assert str(again) == str(window), "all samples are one window"
     small = MultiSlot(files, COLUMNS, batch_size=6, shuffle_mb=0.001)
     assert any(len({number // 40 for number in batch["number"].flatten().tolist()}) > 1 for batch in small)
 

@@ -228,7 +228,10 @@ class _Held:
     def __init__(self, batch: int, most_bytes: int) -> None:
         self.batch = batch
         self._most_bytes = most_bytes
-        self._words = np.empty(most_bytes // 8 + (1 << 17), np.int64)
+        try:
+            self._words = np.empty(most_bytes // 8 + (1 << 17), np.int64)
+        except (MemoryError, ValueError):  # more than the machine has: the samples may be fewer, and it grows
+            self._words = np.empty(1 << 17, np.int64)
         self._start_with(np.zeros(1, np.int64), [])
 
     def _start_with(self, bounds: npt.NDArray[np.int64], begins: list[tuple[int, Position]]) -> None:
