@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -296,6 +297,26 @@ def test_sigterm_on_a_worker(processes: Processes, free_endpoints: Callable[[int
     code, _, err = ended(server)
     assert code == 1
     assert "ended by SIGTERM" in err
+
+
+@pytest.mark.parametrize("handler", ["exit_guard._chain_sigterm()", "mpi_world._say_so_on_sigterm('rank 0')"])
+def test_the_first_process_of_a_container_dies_of_sigterm_too(handler: str) -> None:
+    """The system keeps signals away from it for which it has no handler, as it does when ours has done its work."""
+    unshare = ["unshare", "--pid", "--fork", *["--map-root-user"] * (os.geteuid() != 0)]
+    if shutil.which("unshare") is None or subprocess.run([*unshare, "true"], capture_output=True).returncode:
+        pytest.skip("there can be no namespace of processes here")
+    script = f"""
+import os, signal
+from fleet.base import exit_guard
+from fleet.bootstrap import mpi_world
+{handler}
+print(os.getpid(), flush=True)
+os.kill(os.getpid(), signal.SIGTERM)
+print("it lives on")
+"""
+    told = subprocess.run([*unshare, sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert told.stdout == "1\n", told.stderr
+    assert told.returncode == 128 + signal.SIGTERM
 
 
 def test_a_forked_child_does_not_speak_for_the_worker(

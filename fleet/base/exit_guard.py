@@ -69,6 +69,14 @@ def is_dismissed() -> bool:
     return _is_dismissed
 
 
+def die_of(number: int) -> None:
+    """End this process by a signal for which it had a handler, as if it had none."""
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+    if os.getpid() == 1:  # the first process of a container is spared those signals for which it has no handler
+        os._exit(128 + number)
+
+
 def _let_all(say: Callable[[Guarded], None]) -> None:
     with _lock:
         # A forked child (a DataLoader's, say) ends without a word: the job is its parent's.
@@ -110,8 +118,7 @@ def _chain_sigterm() -> None:
         if os.getpid() == _owner:
             _log.error("this worker is ended by SIGTERM: launchers send it to every process when one has ended badly")
         _tell(lambda worker: worker.end("it was ended by SIGTERM"))
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
+        die_of(number)
 
     signal.signal(signal.SIGTERM, on_sigterm)
 

@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
+from fleet.base import exit_guard
 from fleet.base.clock import Clock, Wait
 from fleet.errors import ConfigurationError, DeadlineError, StateError, UnsupportedError
 
@@ -289,8 +290,7 @@ def _say_so_on_sigterm(place: str) -> None:
     def on_sigterm(number: int, _frame: object) -> None:
         if os.getpid() == owner:
             _log.error("%s is ended by SIGTERM: MPI launchers send it to every rank when one has ended badly", place)
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
+        exit_guard.die_of(number)
 
     signal.signal(signal.SIGTERM, on_sigterm)
 
