@@ -611,6 +611,44 @@ def test_a_console_that_went_away_does_not_end_the_job(launch: Launch, tmp_path:
     assert (tmp_path / "logs" / "worker.1.log").read_text().split() == [str(i) for i in range(2000)]
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_working_directory_that_is_removed_meanwhile_changes_nothing(tmp_path: Path, fails: bool) -> None:
+    """Relative paths in options and variables mean what they meant when the job began."""
+    place = tmp_path / "place"
+    place.mkdir()
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"""
+import os, shutil, sys
+if os.environ["PADDLE_TRAINING_ROLE"] == "TRAINER":
+    shutil.rmtree({str(place)!r})
+    sys.exit({int(fails)})
+"""
+    )
+    options = ("--server_num", "1", "--worker_num", "1", "--log_dir", "logs", "--grace", "1")
+    ended = subprocess.run(
+        [sys.executable, "-m", "fleet.launch", *options, str(script)],
+        cwd=place,
+        env={**os.environ, "FLEET_DURABLE_DIR": "kept"},
+        capture_output=True,
+        text=True,
+        timeout=PROCESSES_S,
+    )
+    assert ended.returncode == fails, ended.stderr
+    assert "No such file" not in ended.stderr
+
+
+def test_a_working_directory_that_is_not_there_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    monkeypatch.chdir(place)
+    place.rmdir()
+    assert cli.fleetrun(["--worker_num", "1", str(tmp_path)]) == 2
+    assert "the working directory is not there any more" in capsys.readouterr().err
+
+
 # One machine's part of a job
 
 

@@ -113,6 +113,7 @@ def _dispatch(argv: list[str], prog: str) -> int:
 def _run(argv: list[str], prog: str) -> int:
     given, command = _split(argv)
     options = _run_parser(prog).parse_args(given)
+    _check_working_directory()
     if not 0 <= options.grace < math.inf:
         raise ConfigurationError("--grace is not usable", expected="seconds, 0 or more", got=f"{options.grace:g}")
     _check_restarts(options.max_restarts, has_servers=(options.servers, options.server_num) != (None, None))
@@ -398,6 +399,16 @@ def _plan(options: argparse.Namespace, command: list[str]) -> LaunchPlan:
         metrics_port=_metrics_port(options),
     )
     return replace(plan, notes=(*remarks(PROCESS_ENVIRONMENT), *plan.notes))
+
+
+def _check_working_directory() -> None:
+    """Refuse to start processes in a directory that was removed, where torch ends with errors of other names."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise ConfigurationError(
+            "the working directory is not there any more", got=error.strerror, todo="Change to one that is, with cd."
+        ) from None
 
 
 def _make_writable(name: str, directory: Path) -> None:

@@ -103,6 +103,9 @@ def run(
     children: dict[str, _Child] = {}
     names = [spec.name for spec in plan.processes]
     view = LiveView(stdout, record_dir, names) if live else None
+    # Found now: a relative path says nothing any more once the working directory has been removed.
+    records = log_dir if record_dir == log_dir.resolve() else record_dir
+    folders = _state_folders(plan, inherited)
     with (
         Chronicle(record_dir, names, plan.is_whole) as chronicle,
         _Pump(stdout, stderr, view, lambda: watch.failing or claimed(record_dir, plan.job_id) is not None) as pump,
@@ -148,10 +151,9 @@ def run(
                         chronicle.write(LAUNCHER, effect.text)
             if watch.culprit is not None:
                 pump.blame(watch.culprit.name, f"{log_dir}/")
-            if kept := _kept_state(plan, inherited):
+            if kept := [folder for folder in folders if folder.is_dir()]:
                 pump.say(state_stays(kept, plan.job_id))
             if watch.exit_code == 0:
-                records = log_dir if record_dir == log_dir.resolve() else record_dir
                 told = _told(record_dir, plan)
                 steps = [int(each["steps"]) for each in told]
                 took, logs = time.monotonic() - began, f"{log_dir}/"
@@ -447,13 +449,12 @@ def _told(record_dir: Path, plan: LaunchPlan) -> list[Figures]:
     return [each for each in told if each.get("steps", 0)]
 
 
-def _kept_state(plan: LaunchPlan, inherited: Mapping[str, str]) -> list[Path]:
-    """Return folders of durable servers that are still here: a server that was killed has not removed its own."""
+def _state_folders(plan: LaunchPlan, inherited: Mapping[str, str]) -> list[Path]:
+    """Return the folders of durable servers here. A server that is killed does not remove its own."""
     root = inherited.get("FLEET_DURABLE_DIR", "").strip()
     servers = [spec for spec in plan.processes if root and spec.role is Role.SERVER]
     endpoints = (Endpoint.parse(spec.environment["PADDLE_CURRENT_ENDPOINT"]) for spec in servers)
-    folders = (Path(root).resolve() / endpoint.folder_name for endpoint in endpoints)
-    return [folder for folder in folders if folder.is_dir()]
+    return [Path(root).resolve() / endpoint.folder_name for endpoint in endpoints]
 
 
 def _act(effect: Say | Send, pump: _Pump, children: Mapping[str, _Child]) -> None:
