@@ -381,6 +381,26 @@ def test_who_caused_the_end_is_named_and_shown_last(
     assert "RuntimeError: worker 1 failed" in (tmp_path / "logs" / "server.0.log").read_text()
 
 
+@pytest.mark.parametrize("rank", ["", "[rank1]: "])
+def test_the_traceback_of_who_failed_comes_last(launch: Launch, rank: str) -> None:
+    """Also where torch puts the rank before each of its lines, as it does in collective jobs."""
+    script = f"""
+if me == "worker.1":
+    wait("server.0"); wait("worker.0")
+    for line in ("Traceback (most recent call last):", "  a line of a file", "ValueError: boom"):
+        print({rank!r} + line, file=sys.stderr)
+    sys.exit(1)
+ready()
+time.sleep(60)
+"""
+    code, _, err = finish(launch(script, *ONE_AND_TWO))
+    assert code == 1
+    shown = err.splitlines()
+    assert shown[-1] == f"[worker 1] {rank}ValueError: boom"
+    named = next(place for place, line in enumerate(shown) if line.startswith("[fleetrun] worker 1 failed"))
+    assert named < shown.index(f"[worker 1] {rank}Traceback (most recent call last):")
+
+
 def test_whom_the_launcher_ends_is_not_the_cause(launch: Launch, tmp_path: Path) -> None:
     script = """
 from fleet.telemetry.cause import claim

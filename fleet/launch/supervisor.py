@@ -20,6 +20,7 @@ import contextlib
 import math
 import os
 import queue
+import re
 import select
 import selectors
 import signal
@@ -54,7 +55,8 @@ _LAST_WORDS_S = 0.5
 _HELD_S, _LOOK_S = 2.0, 0.2
 #: So many of the last lines that wait stay.
 _MOST_HELD = 5000
-_TRACEBACK = b"Traceback (most recent call last):"
+#: torch puts the rank before each line where workers have a group of processes.
+_TRACEBACK = re.compile(rb"(\[rank\d+\]: )?Traceback \(most recent call last\):")
 #: Helpers of a process, such as multiprocessing's resource tracker, notice its end and follow it within this time.
 _HELPERS_S = 0.5
 
@@ -320,7 +322,7 @@ class _Pump:
             return lines
         begins = 0
         if not stream.held and not self._fails():
-            begins = next((i for i, line in enumerate(lines) if line.startswith(_TRACEBACK)), len(lines))
+            begins = next((i for i, line in enumerate(lines) if _TRACEBACK.match(line)), len(lines))
         if not stream.held:
             stream.held_since = time.monotonic()
         stream.held.extend(lines[begins:])
