@@ -730,6 +730,7 @@ def test_top_shows_a_running_job(
     [
         (["nowhere"], 2, "neither servers nor a directory"),
         (["127.0.0.1:1", "--once"], 1, "no server answers"),
+        ([",".join(f"127.0.0.1:{port}" for port in range(1, 31)), "--once"], 1, "no server answers"),
         (["127.0.0.1:1", "--interval", "0"], 2, "--interval is not usable"),
         ([], 2, "required"),
     ],

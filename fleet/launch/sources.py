@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +42,7 @@ def source_of(target: str) -> Source:
     """Return the source that ``host:port,host:port`` or the name of a directory means."""
     if not target.strip():
         raise ConfigurationError("nothing to look at", expected="host:port of every server, or a log directory")
-    if Path(target).is_dir():
+    if os.path.isdir(target):  # which is False, and no error, of a list too long for the name of a file
         return Recorded(Path(target))
     try:
         endpoints = [Endpoint.parse(text) for text in target.split(",")]
