@@ -777,8 +777,9 @@ def test_version_and_unknown_commands(capsys: pytest.CaptureFixture[str]) -> Non
     assert cli.main(["fly"]) == 2
     assert cli.main([]) == 2
     assert cli.main(["server"]) == 2
-    assert cli.main(["server", "--endpoint", "here"]) == 2
-    assert "malformed endpoint" in capsys.readouterr().err
+    for endpoint in ("here", "127.0.0.1:0"):
+        assert cli.main(["server", "--endpoint", endpoint]) == 2
+        assert "malformed endpoint; at --endpoint; expected host:port with a port from 1" in capsys.readouterr().err
 
 
 def test_the_launcher_is_light() -> None:

@@ -31,6 +31,7 @@ from fleet.launch.process_plan import (
     plan_launch,
     shared_job_id,
 )
+from fleet.role_maker.arguments import endpoint as named_endpoint
 
 #: Spellings of the source documents.
 _ALIASES = {"--trainer_num": "--worker_num", "--trainers": "--workers"}
@@ -150,7 +151,7 @@ def _serve(argv: list[str], prog: str) -> int:
         help="servers of a job: if it runs without this one, it is given this one too (see fleet servers)",
     )
     options = parser.parse_args(argv)
-    endpoint = Endpoint.parse(options.endpoint)
+    endpoint = named_endpoint(options.endpoint, where="--endpoint")  # which port 0 is not: nobody would find it
     joins = [] if options.join is None else [Endpoint.parse(each) for each in options.join.split(",")]
     if joins and options.model_dir is not None:
         raise ConfigurationError(
