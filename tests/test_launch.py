@@ -782,6 +782,41 @@ def test_version_and_unknown_commands(capsys: pytest.CaptureFixture[str]) -> Non
         assert "malformed endpoint; at --endpoint; expected host:port with a port from 1" in capsys.readouterr().err
 
 
+#: Python writes what it prints when there is enough of it, or at the end.
+BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+
+
+@pytest.mark.parametrize("words", [["checkpoint", "ls"], ["replay"]])
+@pytest.mark.parametrize("buffered", [False, True])
+def test_a_reader_that_has_seen_enough(words: list[str], buffered: bool) -> None:
+    """As head, which goes away: nothing is said of it, whether the pipe breaks at a line or at the end."""
+    script = f"""
+import os, sys
+from fleet.launch import checkpoint_command, cli, replay_command
+checkpoint_command.carry_out = lambda *_: print("said", flush={not buffered}) or 0
+replay_command.carry_out = lambda *_: print("said", flush={not buffered}) or 0
+sys.exit(cli.main({words} + ["here"]))
+"""
+    reader, writer = os.pipe()
+    os.close(reader)
+    told = subprocess.run(
+        [sys.executable, "-c", script], env=BUFFERED, stdout=writer, stderr=subprocess.PIPE, text=True
+    )
+    os.close(writer)
+    assert told.stderr == ""
+    assert told.returncode == 128 + signal.SIGPIPE
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux's full disk")
+def test_output_that_there_is_no_room_for() -> None:
+    with open("/dev/full", "wb") as full:
+        told = subprocess.run(
+            [sys.executable, "-m", "fleet", "--help"], env=BUFFERED, stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert told.stderr == "fleet: [Errno 28] No space left on device\n"
+    assert told.returncode == 1
+
+
 def test_the_launcher_is_light() -> None:
     script = "import sys, fleet.launch.cli; print({'torch', 'numpy', 'grpc', 'numba'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout == "set()\n"

@@ -33,6 +33,8 @@ def inspect(argv: list[str], prog: str) -> int:
 
     try:
         return carry_out(options.command, options)
+    except BrokenPipeError:
+        raise
     except (FleetError, OSError) as error:  # not a mistake in the arguments, so no word of --help
         print(f"{prog} {options.command}: {error}", file=sys.stderr)
         return 2

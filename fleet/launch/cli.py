@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import secrets
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -87,17 +88,41 @@ def main(argv: list[str] | None = None) -> int:
 def _guarded(command: Callable[[list[str], str], int], argv: list[str], prog: str) -> int:
     """Turn every way in which a command can end into an exit code, and errors into a line."""
     try:
-        return command(argv, prog)
+        code = _exit_code(command, argv, prog)
+        _flush()  # what cannot be written is to be said here, and not when the interpreter ends
+        return code
     except FleetError as error:
         print(f"{prog}: {error}\nSee {prog} --help.", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # whoever reads it has seen enough, as head has
+        _write_no_more()
+        return 128 + signal.SIGPIPE
     except OSError as error:
         print(f"{prog}: {error}", file=sys.stderr)
+        _write_no_more()
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _exit_code(command: Callable[[list[str], str], int], argv: list[str], prog: str) -> int:
+    try:
+        return command(argv, prog)
     except SystemExit as asked:  # --help and --version
         return int(asked.code or 0)
+
+
+def _write_no_more() -> None:
+    """Let go of what is still to be written, which the interpreter would try again, and complain, as it ends."""
+    try:
+        _flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _flush() -> None:
+    if sys.stdout is not None:  # which it is where it was closed before this process began
+        sys.stdout.flush()
 
 
 def _dispatch(argv: list[str], prog: str) -> int:

@@ -30,6 +30,8 @@ def replay(argv: list[str], prog: str) -> int:
 
     try:
         return carry_out(options)
+    except BrokenPipeError:
+        raise
     except (FleetError, OSError) as error:  # not a mistake in the arguments, so no word of --help
         print(f"{prog}: {error}", file=sys.stderr)
         return 2
