@@ -711,6 +711,7 @@ REFUSED = [
     ("--server_num 1 --worker_num -2 script.py", "--worker_num is not usable; expected 1 or more; got -2"),
     ("--server_num x --worker_num 1 script.py", "invalid int value: 'x'"),
     ("--server_num 1 --worker_num 1 --grace -1 script.py", "--grace is not usable"),
+    ("--server_num 1 --worker_num 1 --grace 1e10 script.py", "expected seconds, from 0 to 1e+09"),
     ("--server_num 1 --worker_num 1 --log_dir script.py script.py", "--log_dir cannot be made"),
     ("--server_num 1 --worker_num 1 --log_dir s3://bucket/logs script.py", "--log_dir is not usable"),
     ("--server_num 3 --worker_num 1 --start_port 65534 script.py", "no room for 3 servers"),

@@ -54,16 +54,20 @@ def choice(*among: str) -> Kind[str]:
     return Kind("word", parse, " or ".join(among))
 
 
+#: About thirty years: more than that no clock of the system waits.
+LONGEST_S = 1e9
+
+
 def _duration(word: str, unit: float) -> Kind[float]:
     """Return the type of times above zero, whose values are in seconds."""
 
     def parse(text: str) -> float:
         number = float(text)
-        if not 1e-9 <= number < float("inf"):
+        if not 1e-9 <= number <= LONGEST_S / unit:
             raise ValueError(text)
         return number * unit
 
-    return Kind(word, parse, "a number above zero", unit)
+    return Kind(word, parse, f"a number above zero, {LONGEST_S / unit:g} at most", unit)
 
 
 def _port(text: str, least: int = 1) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import math
 import os
 import secrets
 import signal
@@ -17,7 +16,7 @@ from pathlib import Path
 
 from fleet.base import checks
 from fleet.base.cluster import Endpoint
-from fleet.base.setting_kinds import LOCAL_PATH
+from fleet.base.setting_kinds import LOCAL_PATH, LONGEST_S
 from fleet.base.settings import PROCESS_ENVIRONMENT, ProcessSettings, under_present_names
 from fleet.base.unknown_variables import remarks
 from fleet.errors import AuthenticationError, ConfigurationError, DeadlineError, FleetError
@@ -140,8 +139,10 @@ def _run(argv: list[str], prog: str) -> int:
     given, command = _split(argv)
     options = _run_parser(prog).parse_args(given)
     _check_working_directory()
-    if not 0 <= options.grace < math.inf:
-        raise ConfigurationError("--grace is not usable", expected="seconds, 0 or more", got=f"{options.grace:g}")
+    if not 0 <= options.grace <= LONGEST_S:
+        raise ConfigurationError(
+            "--grace is not usable", expected=f"seconds, from 0 to {LONGEST_S:g}", got=f"{options.grace:g}"
+        )
     _check_restarts(options.max_restarts, has_servers=(options.servers, options.server_num) != (None, None))
     plan = _plan(options, [sys.executable, *python_arguments(command, as_module=options.m)])
     log_dir, record_dir = Path(LOCAL_PATH.read("--log_dir", options.log_dir)), _record_dir(options)
