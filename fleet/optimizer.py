@@ -15,6 +15,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from fleet.base.interruption import uninterrupted
 from fleet.errors import ConfigurationError, StateError, UnsupportedError
+from fleet.numeric.compiler import uncompiled
 from fleet.telemetry.worker_figures import WorkerFigures
 
 
@@ -406,6 +407,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._running():
             self._stepper().extend()
 
+    @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients as in torch, those of rows too."""
         for optimizer in self._wrapped:
@@ -418,6 +420,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             else:
                 optimizer.zero_grad(set_to_none)
 
+    @uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step of the job: send this worker's gradients, and take over new values. ``closure`` is called once,
         before."""
@@ -465,6 +468,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         finally:
             self._guard.is_open = False
 
+    @uncompiled
     def minimize(self, loss: torch.Tensor) -> None:
         """Take a step on ``loss``: ``zero_grad(); loss.backward(); step()``. Gradients may leave while the backward
         still runs, unless something of the user's is to see them first."""

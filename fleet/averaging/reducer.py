@@ -31,6 +31,7 @@ from fleet.base.interruption import uninterrupted
 from fleet.base.turns import Turns
 from fleet.errors import StateError, UnsupportedError
 from fleet.nn.trainables import ElementTypes
+from fleet.numeric.compiler import uncompiled
 
 #: Sizes of DistributedDataParallel's own: the first bucket is small, so that sending begins early.
 _FIRST_BUCKET_BYTES, _BUCKET_BYTES = 1 << 20, 25 << 20
@@ -129,6 +130,7 @@ class Reducer:
 
     # ---------------------------------------------------------------- within a backward
 
+    @uncompiled
     def _arrive(self, index: int, _: object) -> None:
         """Note that a gradient is about to be accumulated."""
         if self.enabled:
@@ -142,6 +144,7 @@ class Reducer:
             raise interrupted()
         self._is_open = self._is_in_round = True
 
+    @uncompiled
     def _open(self) -> None:
         self._types.check()
         self._enter_round()
@@ -150,6 +153,7 @@ class Reducer:
         self._reducer.prepare_for_backward([])
         self._engine.queue_callback(self._close)
 
+    @uncompiled
     def _begin_bucket(self, _: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         on_cuda: list[int | str | torch.device] | None = [self._device] if self._device.type == "cuda" else None
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=on_cuda)

@@ -220,6 +220,7 @@ class _Rows(torch.autograd.Function):
         return rows.view_as(rows)
 
     @staticmethod
+    @uncompiled
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return _gradient(ctx.found, ctx.like, grad), None, None
 
@@ -233,6 +234,7 @@ class _Sparse(torch.autograd.Function):
         return _sparse(rows, ids, like)
 
     @staticmethod
+    @uncompiled
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         if grad.layout is torch.strided:
             return grad[ctx.ids.to(grad.device)], None, None
@@ -290,6 +292,7 @@ class _Expand(torch.autograd.Function):
         return tuple(torch.embedding(each.rows, each.inverse) for each in found)
 
     @staticmethod
+    @uncompiled
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         needed = [grad if needs else None for grad, needs in zip(grads, ctx.needs_input_grad[1:], strict=True)]
         totals = _added(ctx.found, needed)
@@ -313,6 +316,7 @@ class _Gather(torch.autograd.Function):
         return tuple(_apart(gathered, [len(each) for each in flat], [each.inverse.shape for each in found]))
 
     @staticmethod
+    @uncompiled
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         counts = [len(each.rows) for each in ctx.found]
         there = [
@@ -432,6 +436,7 @@ class _Pool(torch.autograd.Function):
         return bags.pooled(rows, found.inverse)
 
     @staticmethod
+    @uncompiled
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         bags, scales = ctx.saved_tensors
         places, count = ctx.found.inverse.reshape(-1), len(ctx.found.ids)

@@ -18,6 +18,7 @@ from fleet.errors import UnsupportedError
 from fleet.nn.calls import changed, is_in_place, name_of, written
 from fleet.nn.whole_values import outside_inference
 from fleet.numeric.bits import alike
+from fleet.numeric.compiler import uncompiled
 
 
 class Table(Protocol):
@@ -101,6 +102,7 @@ class RowGradient(torch.Tensor):
         return gradient  # type: ignore[return-value]
 
     @classmethod
+    @uncompiled
     def __torch_function__(
         cls,
         func: Callable[..., Any],
@@ -180,6 +182,7 @@ class RowMarks(torch.Tensor):
         return torch.cat([self._marks.flatten(), self._of_zero.flatten()]) if self._rows.has_zeros else self._marks
 
     @classmethod
+    @uncompiled
     def __torch_function__(
         cls,
         func: Callable[..., Any],

@@ -136,6 +136,7 @@ def table_of(weight: torch.Tensor) -> WholeTable:
     return found
 
 
+@uncompiled
 def gradient_of(weight: torch.Tensor) -> torch.Tensor | None:
     """``weight.grad``, which answers as a dense gradient does where it is one of rows."""
     with torch._C.DisableTorchFunctionSubclass():

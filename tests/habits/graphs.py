@@ -332,6 +332,20 @@ def _(s: Script) -> None:
     step()
 
 
+@as_in_torch("`torch.compile` of a whole step: forward, backward, clipping and step", everywhere=True, slow=True)
+def _(s: Script) -> Any:
+    def loss_of(ids: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        s.optimizer.zero_grad()
+        loss = F.mse_loss(s.model(ids), target)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(s.model.parameters(), 0.1)
+        s.optimizer.step()
+        return loss
+
+    step = torch.compile(loss_of, backend="eager")
+    return [step(*s.batch()) for _ in range(4)]
+
+
 @refused("`torch.jit.trace(model, ids)`", "save_inference_model")
 def _(s: Script) -> Any:
     torch.jit.trace(s.model.eval(), (IDS,))

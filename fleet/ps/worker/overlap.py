@@ -18,6 +18,7 @@ import torch
 
 from fleet.base.checksum import crc32
 from fleet.errors import FleetError
+from fleet.numeric.compiler import uncompiled
 
 #: A request of its own does not pay for smaller ones.
 SMALLEST_BYTES = 1 << 20
@@ -74,6 +75,7 @@ class EarlyGradients:
         """Say whether a gradient has a hook beside the one of this object."""
         return sum(len(param._post_accumulate_grad_hooks or ()) for param in self._params) > len(self._hooks)
 
+    @uncompiled
     def _complete(self, index: int, param: torch.Tensor) -> None:
         grad = param.grad
         if not self._armed or grad is None or grad.is_sparse or not (grad.is_cpu and grad.is_contiguous()):
