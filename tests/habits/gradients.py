@@ -301,6 +301,14 @@ def _(s: Script) -> Any:
     return found
 
 
+@as_in_torch("a gradient assigned before anything was looked up", before=None, everywhere=True)
+def _(s: Script) -> None:
+    s.begin()
+    for p in s.params:
+        p.grad = torch.full(p.shape, 0.5)
+    s.optimizer.step()
+
+
 @as_in_torch("a gradient of the wrong shape assigned", raises=RuntimeError)
 def _(s: Script) -> None:
     s.weight.grad = torch.ones(3, DIM)

@@ -66,9 +66,12 @@ class Clocks:
         return self.dense.get(server) or max(self.dense.values())
 
     def of_rows(self, server: int, table: int) -> ReadAt:
-        """Return the same of the rows of a table."""
+        """Return the same of the rows of a table; of one that was never looked up, whose gradient is a
+        script's own, as of the dense values."""
         found = self.rows.get((server, table))
-        return found or max(read for (_, index), read in self.rows.items() if index == table)
+        if found is None:
+            found = max((read for (_, index), read in self.rows.items() if index == table), default=None)
+        return found or self.of_dense(server)
 
     def moved(self, servers: int) -> Clocks:
         """Return the same, as so many servers have it that have what others had."""
