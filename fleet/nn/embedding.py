@@ -5,7 +5,8 @@ They follow ``torch.nn``; what is different is that rows come into being when th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -15,7 +16,7 @@ from fleet.base import checks
 from fleet.errors import ArgumentTypeError, ConfigurationError, UnsupportedError
 from fleet.nn.expand import Bags, embedded, found_for, pool
 from fleet.nn.handle import Found, TableHandle, Wanted, handle_in, handle_of, padding_index
-from fleet.nn.table_weight import TableWeight
+from fleet.nn.table_weight import TableWeight, of_wrapped
 from fleet.plan.life import Admission, Eviction, goes_by_weight, rules_of
 from fleet.plan.specs import Initializer
 
@@ -125,6 +126,20 @@ def _refuse_hollow(module: Any, what: str) -> None:
         )
 
 
+@contextmanager
+def _with_values(module: torch.nn.Module) -> Iterator[None]:
+    """Let a module whose weight stands for no table compute with the values of one that ``torch.func`` has wrapped."""
+    given = module._parameters.get("weight")
+    if given is None or not torch._C._are_functorch_transforms_active():
+        yield
+        return
+    module._parameters["weight"] = of_wrapped(given)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        module._parameters["weight"] = given
+
+
 def _sizes(module: Any) -> str:
     size = "any id" if module.num_embeddings is None else module.num_embeddings
     padding = "" if module.padding_idx is None else f", padding_idx={module.padding_idx}"
@@ -196,7 +211,10 @@ class Embedding(_Remote):
 
     def forward(self, ids: torch.Tensor, *, weights: torch.Tensor | None = None) -> torch.Tensor:
         asked = _asked(self, ids, weights)
-        return F.embedding(ids, self.weight, self.padding_idx) if asked is None else embedded([asked])[0]
+        if asked is None:
+            with _with_values(self):
+                return F.embedding(ids, self.weight, self.padding_idx)
+        return embedded([asked])[0]
 
     def extra_repr(self) -> str:
         return _sizes(self)
@@ -251,14 +269,15 @@ class EmbeddingBag(_Remote):
         asked = _asked(self, ids, weights)
         if asked is None:
             options = {"mode": self.mode, "include_last_offset": self.include_last_offset}
-            return F.embedding_bag(
-                ids,
-                self.weight,
-                offsets,
-                per_sample_weights=per_sample_weights,
-                padding_idx=self.padding_idx,
-                **options,  # type: ignore[arg-type]
-            )
+            with _with_values(self):
+                return F.embedding_bag(
+                    ids,
+                    self.weight,
+                    offsets,
+                    per_sample_weights=per_sample_weights,
+                    padding_idx=self.padding_idx,
+                    **options,  # type: ignore[arg-type]
+                )
         return _bag(self, found_for(asked), offsets, per_sample_weights)
 
     def extra_repr(self) -> str:
@@ -283,7 +302,10 @@ class _RemoteEmbedding(_Remote, torch.nn.Embedding):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         asked = _asked(self, ids)
-        return super().forward(ids) if asked is None else embedded([asked])[0]
+        if asked is None:
+            with _with_values(self):
+                return super().forward(ids)
+        return embedded([asked])[0]
 
 
 class _RemoteEmbeddingBag(_Remote, torch.nn.EmbeddingBag):
@@ -297,7 +319,8 @@ class _RemoteEmbeddingBag(_Remote, torch.nn.EmbeddingBag):
     ) -> torch.Tensor:
         asked = _asked(self, ids)
         if asked is None:
-            return super().forward(ids, offsets, per_sample_weights)
+            with _with_values(self):
+                return super().forward(ids, offsets, per_sample_weights)
         return _bag(self, found_for(asked), offsets, per_sample_weights)
 
 

@@ -168,6 +168,19 @@ class _Values(torch.autograd.Function):
         return grad, None
 
 
+def of_wrapped(weight: torch.Tensor) -> torch.Tensor:
+    """Return the values for a table's weight that a transformation of ``torch.func`` has wrapped, with a gradient for
+    what it has made of it; any other tensor as it is. Torch wraps without asking, and all that is wrapped is NaN."""
+    functorch, inner = torch._C._functorch, weight
+    while functorch.is_functorch_wrapped_tensor(inner):
+        inner = functorch.get_unwrapped(inner)
+    # A row that ``vmap`` has dealt out is no matrix, which torch's functions refuse.
+    if inner is weight or not isinstance(inner, TableWeight) or weight.shape != inner.shape:
+        return weight
+    values: torch.Tensor = _Values.apply(weight, table_of(inner).whole().tensor)  # type: ignore[no-untyped-call]
+    return values
+
+
 def _of_leaf(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         if name in _LIKE and args and isinstance(args[0], TableWeight) and not table_of(args[0]).is_running:

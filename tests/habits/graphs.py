@@ -228,7 +228,7 @@ def _(s: Script) -> Any:
     return found
 
 
-@as_in_torch("`torch.func.grad` and `grad_and_value` over `dict(model.named_parameters())`")
+@as_in_torch("`torch.func.grad` and `grad_and_value` over `{name: p.detach() for name, p in model.named_parameters()}`")
 def _(s: Script) -> Any:
     values = {name: p.detach() for name, p in s.model.named_parameters()}
     s.model.eval()
@@ -237,6 +237,29 @@ def _(s: Script) -> Any:
         return torch.func.functional_call(s.model, values, (IDS,)).square().sum()
 
     found = [torch.func.grad(loss)(values), torch.func.grad_and_value(loss)(values)[1]]
+    s.model.train()
+    return found
+
+
+@as_in_torch("the same over the parameters themselves, of which a step is made", everywhere=True)
+def _(s: Script) -> Any:
+    ids = s.ids(50)
+    s.model.eval()
+
+    def inner(values: Any) -> torch.Tensor:
+        return torch.func.functional_call(s.model, values, (ids,)).square().sum()
+
+    def outer(values: Any) -> torch.Tensor:
+        moved = {name: values[name] - 0.1 * grad for name, grad in torch.func.grad(inner)(values).items()}
+        return torch.func.functional_call(s.model, {**moved, "table.weight": values["table.weight"]}, (ids,)).sum()
+
+    found = []
+    for loss in (inner, outer):
+        grads, value = torch.func.grad_and_value(loss)(dict(s.model.named_parameters()))
+        for name, p in s.model.named_parameters():
+            p.grad = grads[name].detach()
+        s.optimizer.step()
+        found.append(value)
     s.model.train()
     return found
 
