@@ -739,6 +739,8 @@ def optimizer_list(given: object) -> list[torch.optim.Optimizer]:
     """Return one optimizer, or several, as a list."""
     import torch
 
+    from fleet.optimizer import DistributedOptimizer
+
     optimizers: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
     for each in optimizers:
         if not isinstance(each, torch.optim.Optimizer):
@@ -746,6 +748,12 @@ def optimizer_list(given: object) -> list[torch.optim.Optimizer]:
                 "optimizer is of the wrong type",
                 expected="a torch.optim.Optimizer or a list of them",
                 got=type(each).__name__,
+            )
+        if isinstance(each, DistributedOptimizer):
+            raise StateError(
+                "the optimizer is one that fleet.distributed_optimizer() has returned, and cannot be wrapped again",
+                todo="Hand over the optimizer of torch's, once for each fleet.init(). In a notebook give what is "
+                "returned another name.",
             )
     if not optimizers:
         raise ArgumentTypeError("optimizer is an empty list")

@@ -15,9 +15,10 @@ from harness import assert_close, run_job, values
 from inside import flush, take_fresh
 
 from fleet import Fleet
-from fleet.errors import UnsupportedError
+from fleet.errors import StateError, UnsupportedError
 from fleet.kernels import RULES
 from fleet.optimizer import has_own_step
+from fleet.role_maker import UserDefinedCollectiveRoleMaker
 from fleet.strategy.parameter_server import StrategyFactory
 
 STEPS = 4
@@ -50,6 +51,27 @@ class Net(torch.nn.Module):
         ids = torch.randint(0, 20, (8,), generator=torch.Generator().manual_seed(step))
         loss: torch.Tensor = (self.dense(self.table(ids)) - 1).square().mean()
         return loss
+
+
+@pytest.mark.parametrize("mode", [*MODES, "collective"])
+@pytest.mark.parametrize("is_ended", [False, True], ids=["", "after its job"])
+def test_what_was_returned_is_not_wrapped_again(net: Net, mode: str, is_ended: bool) -> None:
+    """As a cell of a notebook does that runs twice."""
+    roles = UserDefinedCollectiveRoleMaker(0, ["127.0.0.1:9"]) if mode == "collective" else None
+    strategy = MODES.get(mode, lambda: None)
+    model: Any = net if roles is None else net.dense
+    fleet = Fleet(environ={})
+    fleet.init(roles)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = fleet.distributed_optimizer(optimizer, strategy(), model=model)
+    if is_ended:
+        if roles is None:
+            fleet.init_worker()
+            fleet.stop_worker()
+        fleet.init(roles)
+    for given in (optimizer, [optimizer]):
+        with pytest.raises(StateError, match="has returned, and cannot be wrapped again"):
+            fleet.distributed_optimizer(given, strategy(), model=model)
 
 
 @pytest.fixture
