@@ -1011,7 +1011,9 @@ def calls_in_the_wrong_place(me: Rank) -> None:
     model = network()
     raises(FleetError, "came before distributed_optimizer()", fleet.init_worker)
     optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
-    raises(StateError, "called twice", lambda: fleet.distributed_optimizer(optimizer))
+    raises(StateError, "cannot be wrapped again", lambda: fleet.distributed_optimizer(optimizer))
+    another = torch.optim.SGD(model.parameters(), lr=0.1)
+    raises(StateError, "called twice", lambda: fleet.distributed_optimizer(another))
     for call in (optimizer.step, fleet.barrier_worker, fleet.summary, lambda: fleet.save_persistables("x")):
         raises(FleetError, "before fleet.init_worker()", call)
     raises(FleetError, "before init_worker()", fleet.stop_worker)

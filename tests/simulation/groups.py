@@ -89,6 +89,9 @@ class Groups:
         self.travel(store.owner)
         return store
 
+    def prefixed(self, prefix: str, store: Store) -> Prefixed:
+        return Prefixed(prefix, store)
+
     def connected(self, store: Prefixed, rank: int, size: int, _: torch.device, patience: timedelta) -> SimulatedGroup:
         me = self.scheduler.check()
         room = self._rooms.setdefault((store.store.port, store.prefix), Room(size))
@@ -131,10 +134,6 @@ class Groups:
                 group.hang_up()
             group.has_hung_up = True
         return bool(met)
-
-
-def done_within(work: SimulatedWork, slice_s: float) -> bool:
-    return work.within(slice_s)
 
 
 class SimulatedWork(dist.Work):

@@ -29,7 +29,6 @@ from fleet.numeric.elementary import find_elementary_functions
 from fleet.ps.table.stores import TieredStores
 from fleet.ps.worker import dense_group
 
-from . import groups
 from .disk import stands_for_os
 from .scheduler import Killed, Scheduler, Thread
 
@@ -455,10 +454,10 @@ def installed(running: Scheduler, seed: int) -> Iterator[None]:
         id(dense_group._own_address): lambda host, port: host,
         id(dense_group._own_store): lambda host: running.groups.own_store(host),
         id(dense_group.TCPStore): lambda host, port, **options: running.groups.store(host, port, **options),
-        id(dense_group.PrefixStore): groups.Prefixed,
+        id(dense_group.PrefixStore): lambda prefix, store: running.groups.prefixed(prefix, store),
         id(dense_group._connected): lambda *group: running.groups.connected(*group),
         id(dense_group._keep_until_over): lambda *_: None,
-        id(dense_group.done_within): groups.done_within,
+        id(dense_group.done_within): lambda work, slice_s: work.within(slice_s),
     }
     if not _places:
         find_elementary_functions()  # once in this process, as compiling
