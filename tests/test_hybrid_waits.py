@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +13,15 @@ import torch
 from harness import SOON, Job, run_job
 from inside import worker_of
 from test_hybrid import Net
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from fleet import Fleet, StrategyFactory
 from fleet.averaging.communicators import done_within
+from fleet.base.clock import SystemClock
 from fleet.errors import FleetError
 from fleet.ps.server.standstill import Wait, is_standstill
+from fleet.ps.worker.connection import Whereabouts
+from fleet.ps.worker.dense_group import DenseGroup, GroupBrokenError, _own_store
 
 QUICK = {**SOON, "FLAGS_rpc_deadline": "60000"}
 
@@ -207,3 +213,19 @@ def test_a_collective_that_ends_when_the_time_to_wait_is_over_has_ended() -> Non
     assert done_within(Ended(), 0.1)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="Connection closed by peer"):
         done_within(Ended("Connection closed by peer"), 0.1)  # type: ignore[arg-type]
+
+
+def test_a_store_that_has_gone_is_not_asked_again() -> None:
+    """Its connection is not made again, and torch writes a trace of each attempt: who finds it so meets the others."""
+    port, own = _own_store("127.0.0.1")
+    come = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    first: Any = SimpleNamespace(failure=None, broken_group=0, clock=SystemClock(), deadline_s=1.0)
+    connections: Any = SimpleNamespace(by_server=[first])
+    group = DenseGroup(connections, Whereabouts(), 1, nullcontext(), lambda call: call())
+    group.size = 2
+    store = PrefixStore("1", come)
+    store.set("here 1", "")
+    del own
+    with pytest.raises(GroupBrokenError):
+        group._repeated(lambda: group._await_all(store))
+    assert group.is_broken

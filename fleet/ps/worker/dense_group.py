@@ -196,7 +196,11 @@ class DenseGroup:
 
     def _await_all(self, store: PrefixStore) -> None:
         """Look whether all have come, for whom torch would wait without a look at whether they still can."""
-        if not store.check([f"here {rank}" for rank in range(self.size)]):
+        try:
+            have_come = store.check([f"here {rank}" for rank in range(self.size)])
+        except RuntimeError as error:  # a connection that has broken is not made again
+            raise self.broken_by(error) from error
+        if not have_come:
             self._first.clock.sleep(_ASK_S)
             raise RuntimeError("not all workers of the group have come to its store")
 
