@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from fleet.errors import FleetError
+from fleet.errors import FleetError, TableFileError
 
 from .job import AGREED, HELD, HERE, Outcome, noted, run
 from .network import PROBED_AFTER_S
@@ -20,6 +20,7 @@ from .scenario import (
     CUT_IN,
     CUT_OUT,
     DEADLINE_S,
+    FOLLOWER,
     FULL,
     KILL,
     LIES,
@@ -96,6 +97,8 @@ def _ends_well(outcome: Outcome) -> Iterator[str]:
         if len(outcome.gone) == outcome.scenario.setting.workers or any(each in said for each in _LOST_AMID):
             return
     for name, error in outcome.errors.items():
+        if name == FOLLOWER and isinstance(error, TableFileError):  # a server could not read what it was asked for
+            continue
         yield f"{name} failed although nothing had befallen the job that may end it: {error}"
 
 
@@ -151,7 +154,7 @@ def _every_change_once(outcome: Outcome) -> Iterator[str]:
     """In GEO a worker tells what has come of a step to a parameter bit by bit, and has all of it itself, unless some of
     what it has told was lost, or counted twice. It tells its share of a row with that step alone."""
     setting, ends = outcome.scenario.setting, outcome.told.ends
-    if len(outcome.told.begins) > setting.workers:  # what a worker that was killed had not told is lost with it
+    if outcome.kills["worker"]:  # what one that was killed had not told is lost with it, and the rest is the servers'
         return
     once = float(_undisturbed(_plain(setting))[HERE][0, 0])
     for worker, end in ends.items():

@@ -81,6 +81,8 @@ class Wires:
         self.draw = random.Random(f"network {seed}")
         self._scheduler = scheduler
         self._listeners: dict[Endpoint, Listener] = {}
+        #: those whose connections are open, though some may take no more of them
+        self._open: list[Listener] = []
         #: pairs of (sender, receiver) between which nothing passes, and what waits there
         self._cuts: dict[tuple[str, str], list[tuple[float, Callable[[], None], Callable[[], None]]]] = {}
         self._numbers = itertools.count()
@@ -103,8 +105,9 @@ class Wires:
 
     def forget(self, process: Process, *, silently: bool) -> None:
         """Close all that a killed process had open, as its system does, unless that has stopped as well."""
-        for listener in [each for each in self._listeners.values() if each.process is process]:
+        for listener in [each for each in self._open if each.process is process]:
             self.remove(listener.endpoint, listener)
+            self._open.remove(listener)
             if silently:  # until it is asked whether it is still there
                 self._scheduler.at(PROBED_AFTER_S, partial(listener.breaks, "nobody is there any more"))
             else:
@@ -159,6 +162,7 @@ class Wires:
         if endpoint in self._listeners:
             raise PortInUseError("the endpoint is taken", where=str(endpoint))
         self._listeners[endpoint] = listener
+        self._open.append(listener)
 
     def remove(self, endpoint: Endpoint, listener: Listener) -> None:
         if self._listeners.get(endpoint) is listener:
