@@ -1306,6 +1306,11 @@ def test_what_is_followed_is_not_trained(kind: str, role_maker: Any, tmp_path: P
     with contextlib.closing(follow(model, tmp_path)), pytest.raises(StateError, match="the model is followed"):
         join(Fleet(environ={}), model, role_maker)
     assert model[0].weight.shape[0] or kind == "fleet.nn", "nothing has been done to it"
+    if kind == "dense" or (kind == "torch.nn" and role_maker is None):  # rows of fleet.nn the follower has alone
+        follow(began := build(), tmp_path, at=0)
+        values = began[1].weight.detach().clone()
+        join(Fleet(environ={}), began, role_maker)
+        assert torch.equal(began[1].weight, values), "it goes on from what it was given"
     if role_maker is None and kind != "torch.nn":
         join(Fleet(environ={}), model)
 

@@ -48,12 +48,13 @@ _filled: weakref.WeakSet[FollowedModel] = weakref.WeakSet()
 
 
 def refuse_followed(params: Iterable[torch.Tensor]) -> None:
-    """Refuse to train what is followed: each would write over what the other one has made of it."""
+    """Refuse to train what is followed: each would write over what the other one has made of it, and rows that a
+    follower holds are no table's of a job."""
     wanted = {id(param) for param in params}
     for each in list(_filled):
         if any(id(param) in wanted for param in each.kept()):
             raise StateError(
-                "the model is followed, and its follower would write over what training makes of it",
+                "the model is followed: its follower holds its rows, or would write over what training makes of it",
                 todo="Call close() of its Follower first, or train a model of its own.",
             )
 
@@ -67,6 +68,8 @@ class FollowedModel:
         self._share = share
         self._readers = Readers()
         self._is_closed = False
+        #: whether no other version comes
+        self.is_final = False
         #: whether the last change was left in the middle, by an error
         self._is_torn = False
         self._hooks: list[Any] = []
@@ -196,9 +199,9 @@ class FollowedModel:
         return True
 
     def kept(self) -> Iterator[torch.Tensor]:
-        """Yield the parameters that are kept fresh: none once it is closed."""
+        """Yield the parameters that are written to, and those whose rows are here: none once it is closed."""
         if not self._is_closed:
-            yield from self._written()
+            yield from () if self.is_final else self._written()
             yield from (handle.weight for handle in self._handles.values())
 
     def _put(self, draft: Draft) -> None:

@@ -54,6 +54,7 @@ def follow(
     holder = FollowedModel(model, rows, settings.whole_table_bytes)
     follower = Follower(holder, found, where, at=at)
     follower.begin(settings.startup_deadline_s)
+    holder.is_final = at is not None
     return follower
 
 
