@@ -8,7 +8,6 @@ manifest. In a collective job the others wait in their next step.
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -133,7 +132,7 @@ class Checkpoints:
             checks.whole_or_none(name, value, 1)
         checks.whole("full_every", full_every, 1)
         if every_s is not None:
-            _check_seconds("every_s", every_s)
+            checks.seconds("every_s", every_s)
         if every_steps is None and every_s is None:
             raise ConfigurationError(
                 "it is not said when checkpoints are due", todo="Give every_steps, every_s, or both."
@@ -299,7 +298,7 @@ class Checkpoints:
         return self._thread is not None and self._thread.is_alive()
 
     def _finish(self, within_s: float) -> None:
-        _check_seconds("within_s", within_s)
+        checks.seconds("within_s", within_s)
         if self._thread is not None:
             self._thread.join(within_s)
             if self._thread.is_alive():
@@ -323,8 +322,3 @@ class Checkpoints:
     def _refuse_closed(self, call: str) -> None:
         if self._closed:
             raise StateError(f"{call} came after close()", where=self._root.url)
-
-
-def _check_seconds(name: str, value: object) -> None:
-    if not 0 < checks.real(name, value, "a number of seconds") < math.inf:
-        raise ConfigurationError(f"{name} is out of range", expected="more than 0 seconds", got=f"{value:g}")

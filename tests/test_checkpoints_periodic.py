@@ -175,6 +175,8 @@ def test_training_goes_on_while_a_checkpoint_is_written(
                 DeadlineError, match=r"still being written; at .*step-00000002; expected its end within"
             ):
                 checkpoints.close(within_s=0.01)
+            with pytest.raises(ConfigurationError, match="within_s is out of range; expected above 0 and below"):
+                checkpoints.close(within_s=1e10)  # no clock of the system waits so long
             go.set()
             until(lambda: not checkpoints._is_writing())
             train(model, optimizer, [7, 8])
@@ -466,6 +468,7 @@ def test_in_a_store() -> None:
         ({"every_steps": 0}, ConfigurationError, "every_steps is out of range; expected at least 1; got 0"),
         ({"every_steps": 1.5}, ArgumentTypeError, "every_steps must be an int"),
         ({"every_s": -1}, ConfigurationError, "every_s is out of range"),
+        ({"every_s": 1e10}, ConfigurationError, "every_s is out of range; expected above 0 and below 1e\\+09"),
         ({"every_s": "1"}, ArgumentTypeError, "every_s must be a number of seconds"),
         ({"every_steps": 1, "keep_last": 0}, ConfigurationError, "keep_last is out of range"),
         ({"every_steps": 1, "full_every": True}, ArgumentTypeError, "full_every must be an int"),

@@ -757,6 +757,7 @@ def test_what_is_no_argument_is_refused(tmp_path: Path) -> None:
         ((model, ["nowhere"]), {}, ConfigurationError, "malformed endpoint"),
         ((model, "a:1,b:2"), {}, ConfigurationError, r"which go into a list; expected \['a:1', 'b:2'\]"),
         ((model, tmp_path), {"poll_s": 0}, ConfigurationError, "poll_s is out of range"),
+        ((model, tmp_path), {"poll_s": 1e10}, ConfigurationError, "poll_s is out of range"),
         ((model, tmp_path), {"at": -1}, ConfigurationError, "at is out of range"),
         ((model, tmp_path), {"at": "3"}, ArgumentTypeError, "at must be an int"),
         ((model, tmp_path), {"rows": 3}, ArgumentTypeError, "rows must be a function of ids"),

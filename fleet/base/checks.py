@@ -49,6 +49,15 @@ def number(name: str, value: object, least: float, *, below: float = _INFINITY, 
     return given
 
 
+#: About thirty years: more than that no clock of the system waits.
+LONGEST_S = 1e9
+
+
+def seconds(name: str, value: object, *, above: bool = True) -> float:
+    """Return a time that the system can wait for, above zero or (without ``above``) zero too, or refuse the value."""
+    return number(name, real(name, value, "a number of seconds"), 0, below=LONGEST_S, above=above)
+
+
 def switch(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise ArgumentTypeError(f"{name} must be True or False", got=repr(value))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from fleet.base import checks
 from fleet.base.cluster import Binding, parse_address
 from fleet.errors import ConfigurationError
 
@@ -54,20 +55,16 @@ def choice(*among: str) -> Kind[str]:
     return Kind("word", parse, " or ".join(among))
 
 
-#: About thirty years: more than that no clock of the system waits.
-LONGEST_S = 1e9
-
-
 def _duration(word: str, unit: float) -> Kind[float]:
     """Return the type of times above zero, whose values are in seconds."""
 
     def parse(text: str) -> float:
         number = float(text)
-        if not 1e-9 <= number <= LONGEST_S / unit:
+        if not 1e-9 <= number <= checks.LONGEST_S / unit:
             raise ValueError(text)
         return number * unit
 
-    return Kind(word, parse, f"a number above zero, {LONGEST_S / unit:g} at most", unit)
+    return Kind(word, parse, f"a number above zero, {checks.LONGEST_S / unit:g} at most", unit)
 
 
 def _port(text: str, least: int = 1) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from fleet.base import checks
 from fleet.base.cluster import Endpoint
-from fleet.base.setting_kinds import LOCAL_PATH, LONGEST_S
+from fleet.base.setting_kinds import LOCAL_PATH
 from fleet.base.settings import PROCESS_ENVIRONMENT, ProcessSettings, under_present_names
 from fleet.base.unknown_variables import remarks
 from fleet.errors import AuthenticationError, ConfigurationError, DeadlineError, FleetError
@@ -139,9 +139,9 @@ def _run(argv: list[str], prog: str) -> int:
     given, command = _split(argv)
     options = _run_parser(prog).parse_args(given)
     _check_working_directory()
-    if not 0 <= options.grace <= LONGEST_S:
+    if not 0 <= options.grace <= checks.LONGEST_S:
         raise ConfigurationError(
-            "--grace is not usable", expected=f"seconds, from 0 to {LONGEST_S:g}", got=f"{options.grace:g}"
+            "--grace is not usable", expected=f"seconds, from 0 to {checks.LONGEST_S:g}", got=f"{options.grace:g}"
         )
     _check_restarts(options.max_restarts, has_servers=(options.servers, options.server_num) != (None, None))
     plan = _plan(options, [sys.executable, *python_arguments(command, as_module=options.m)])
@@ -208,7 +208,7 @@ def _change_servers(argv: list[str], prog: str) -> int:
     )
     options = parser.parse_args(argv)
     asked, changed = parse_endpoints(options.server, "server"), [Endpoint.parse(each) for each in options.endpoints]
-    checks.number("--timeout_s", options.timeout_s, 0, above=True)
+    checks.seconds("--timeout_s", options.timeout_s)
     from fleet.launch.servers_command import change_servers  # loads torch and grpc
 
     servers = change_servers(asked, options.action, changed, options.timeout_s)

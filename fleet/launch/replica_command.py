@@ -50,7 +50,7 @@ class _Signals:
 
 def replicate(followed: str | list[str], endpoint: Endpoint, poll_s: float, at: int | None) -> int:
     """Answer until SIGTERM or SIGINT, and return the exit code."""
-    checks.number("--poll_s", poll_s, 0, above=True)
+    checks.seconds("--poll_s", poll_s)
     checks.whole_or_none("--at", at, 0)
     named_endpoint(str(endpoint), where="--endpoint")  # which port 0 is not: nobody would know where to ask
     settings = ProcessSettings.read(PROCESS_ENVIRONMENT)

@@ -145,7 +145,7 @@ class Follower:
         """Wait until ``version`` or a later one is there, and return which it is. It raises what has ended the
         following, and a ``DeadlineError`` when the time is over."""
         checks.whole("version", version, 0)
-        checks.number("timeout_s", timeout_s, 0)
+        checks.seconds("timeout_s", timeout_s, above=False)
         self._refuse_child()
         wait = Wait(self._clock, timeout_s)
         with self._changed:

@@ -45,7 +45,7 @@ def follow(
         >>> follower.close()
     """
     check_model(model)
-    checks.number("poll_s", poll_s, 0, above=True)
+    checks.seconds("poll_s", poll_s)
     checks.whole_or_none("at", at, 0)
     if rows is not None and not callable(rows):
         raise ArgumentTypeError("rows must be a function of ids", got=repr(rows))

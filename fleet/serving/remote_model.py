@@ -56,8 +56,8 @@ class RemoteModel:
     ) -> None:
         self.model = check_model(model)
         named = endpoints("replicas", list(replicas) if isinstance(replicas, tuple) else replicas)
-        checks.number("poll_s", poll_s, 0, above=True)
-        checks.number("deadline_s", deadline_s, 0, above=True)
+        checks.seconds("poll_s", poll_s)
+        checks.seconds("deadline_s", deadline_s)
         settings = ProcessSettings.read(PROCESS_ENVIRONMENT)
         security = Security.of(settings.security)
         most = min(MOST_BYTES, settings.security.max_message_bytes)
