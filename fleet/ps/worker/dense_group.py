@@ -211,8 +211,7 @@ class DenseGroup:
             try:
                 return attempt()
             except RuntimeError:
-                self._refuse_if_over()
-                self._refuse_if_broken()
+                self._check()
                 if self._first.clock.now() > until:
                     raise
 
@@ -355,9 +354,6 @@ class DenseGroup:
     def _check(self) -> None:
         # Where the job has moved meanwhile this worker goes over while it waits: who is lost is known there.
         self.following(self._refuse_if_over)
-        self._refuse_if_broken()
-
-    def _refuse_if_broken(self) -> None:
         if self.is_broken:
             raise GroupBrokenError("a worker of the group is gone")
 
