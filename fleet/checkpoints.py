@@ -217,6 +217,7 @@ class Checkpoints:
         """Save now, whether it is time or not, for example at the end of the training. A checkpoint that is still being
         written has to be done within ``within_s`` seconds."""
         self._refuse_closed("save()")
+        checks.seconds("within_s", within_s)  # before the call counts, which others make too
         wanted = self._states.name_of_call("Checkpoints.save()")
         if self._saves:
             self._finish(within_s)
@@ -229,6 +230,7 @@ class Checkpoints:
         has to be done within ``within_s`` seconds. A second call does nothing."""
         if self._closed:
             return
+        checks.seconds("within_s", within_s)
         wanted = self._states.name_of_call("Checkpoints.close()")
         if not self._saves and self._state is not None:
             self._states.give(wanted, self._own(), last=True)
@@ -298,7 +300,6 @@ class Checkpoints:
         return self._thread is not None and self._thread.is_alive()
 
     def _finish(self, within_s: float) -> None:
-        checks.seconds("within_s", within_s)
         if self._thread is not None:
             self._thread.join(within_s)
             if self._thread.is_alive():

@@ -495,6 +495,22 @@ def one_job() -> Iterator[Fleet]:
     job.stop_worker()
 
 
+def test_a_time_that_is_refused_leaves_the_call_to_be_made(tmp_path: Path) -> None:
+    """On all workers, whoever writes: they make it together, and bring their states."""
+
+    def body(job: Fleet, worker: int) -> None:
+        model, optimizer = join(job)
+        checkpoints = Checkpoints(tmp_path, every_steps=100, fleet=job, state={"worker": worker})
+        train(model, optimizer, [worker])
+        for call in (checkpoints.save, checkpoints.close):
+            with pytest.raises(ConfigurationError, match="within_s is out of range"):
+                call(within_s=0)
+            call()
+
+    run_job(body, workers=2)
+    assert Checkpoints.latest(tmp_path) is not None
+
+
 def test_calls_at_the_wrong_moment(one_job: Fleet, tmp_path: Path) -> None:
     with pytest.raises(NotInitializedError, match=r"Checkpoints\(\) came before fleet.init\(\)"):
         Checkpoints(tmp_path, every_steps=1, fleet=Fleet(environ={}))

@@ -8,7 +8,6 @@ the way is sent again, as TCP does. What a collective adds up is the same on all
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial, reduce
 from typing import Any
@@ -60,14 +59,6 @@ class Prefixed:
         return self.store.check({f"{self.prefix}/{key}" for key in keys})
 
 
-@dataclass
-class Room:
-    """Is a group, as all of its members know it."""
-
-    size: int
-    members: dict[int, SimulatedGroup] = field(default_factory=dict)
-
-
 class Groups:
     """Makes the groups of one simulation, and ends them."""
 
@@ -75,7 +66,8 @@ class Groups:
         self.scheduler = scheduler
         self.wires = wires
         self._stores: dict[int, Store] = {}
-        self._rooms: dict[tuple[int, str], Room] = {}
+        #: by store and prefix, and then by rank: who is in a group
+        self._members: dict[tuple[int, str], dict[int, SimulatedGroup]] = {}
 
     # ---------------------------------------------------------------- in place of what dense_group.py has from torch
 
@@ -94,15 +86,14 @@ class Groups:
 
     def connected(self, store: Prefixed, rank: int, size: int, _: torch.device, patience: timedelta) -> SimulatedGroup:
         me = self.scheduler.check()
-        room = self._rooms.setdefault((store.store.port, store.prefix), Room(size))
-        group = SimulatedGroup(self, room, me.process, rank, size)
-        room.members[rank] = group
-        for each in room.members.values():
+        members = self._members.setdefault((store.store.port, store.prefix), {})
+        group = members[rank] = SimulatedGroup(self, members, me.process, rank, size)
+        for each in members.values():
             each.wake()
         until = self.scheduler.now + patience.total_seconds()
-        while len(room.members) < size and self.scheduler.now < until:
+        while len(members) < size and self.scheduler.now < until:
             group.wait(until - self.scheduler.now)
-        if len(room.members) < size:
+        if len(members) < size:
             raise RuntimeError("wait timeout: not all have connected")
         return group
 
@@ -128,7 +119,7 @@ class Groups:
     def gone(self, process: Process, *, silently: bool = False) -> bool:
         """Note that a process has ended: its peers hear of it, but not if its machine has stopped. Say whether it has
         been in a group."""
-        met = [each for room in self._rooms.values() for each in room.members.values() if each.process is process]
+        met = [each for members in self._members.values() for each in members.values() if each.process is process]
         for group in met:
             if not silently:
                 group.hang_up()
@@ -172,14 +163,16 @@ class SimulatedWork(dist.Work):
 class SimulatedGroup(dist.ProcessGroup):
     """Is one member's end of a group."""
 
-    def __init__(self, groups: Groups, room: Room, process: Process, rank: int, size: int) -> None:
+    def __init__(
+        self, groups: Groups, members: dict[int, SimulatedGroup], process: Process, rank: int, size: int
+    ) -> None:
         super().__init__(rank, size)
         self.groups = groups
         self.process = process
         self.patience = timedelta(days=30)
         self.failure: str | None = None
         self.has_hung_up = False
-        self._room = room
+        self._members = members
         self._rank = rank
         self._number = 0
         self._waiting: list[Thread] = []
@@ -219,7 +212,7 @@ class SimulatedGroup(dist.ProcessGroup):
         self.wake()
 
     def _others(self) -> list[SimulatedGroup]:
-        return [each for rank, each in sorted(self._room.members.items()) if rank != self._rank]
+        return [each for rank, each in sorted(self._members.items()) if rank != self._rank]
 
     def _carry(self, other: SimulatedGroup, arrive: Callable[[], None], load: Load) -> None:
         def breaks() -> None:
