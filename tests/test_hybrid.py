@@ -24,7 +24,14 @@ from torch.distributed import TCPStore
 
 import fleet.nn
 from fleet import Fleet, StrategyFactory
-from fleet.errors import ArgumentTypeError, ConfigurationError, NonFiniteGradientError, StateError, UnsupportedError
+from fleet.errors import (
+    ArgumentTypeError,
+    ConfigurationError,
+    FleetError,
+    NonFiniteGradientError,
+    StateError,
+    UnsupportedError,
+)
 from fleet.ps.wire.frame import Frame
 from fleet.ps.worker.connection import Connection
 from fleet.ps.worker.dense_group import DenseGroup
@@ -882,7 +889,8 @@ class Coming:
 
     def begin(self, fleet_: Fleet) -> tuple[Net, Any]:
         model = copy.deepcopy(self.net)
-        strategy = getattr(StrategyFactory, f"create_{self.mode}_strategy")(dense="all_reduce", elastic=self.elastic)
+        more = {"elastic": True} if self.elastic else {}
+        strategy = getattr(StrategyFactory, f"create_{self.mode}_strategy")(dense="all_reduce", **more)
         optimizer = fleet_.distributed_optimizer(torch.optim.Adam(model.parameters(), 0.05), strategy, model=model)
         fleet_.init_worker()
         return model, optimizer
@@ -927,6 +935,8 @@ class Coming:
 @pytest.mark.parametrize(
     ("mode", "elastic", "backwards"),
     [
+        pytest.param("sync", False, 1, id="sync again"),
+        pytest.param("ssp", False, 1, id="ssp again"),
         pytest.param("async", False, 1, id="async again"),
         pytest.param("async", True, 1, id="async elastic"),
         pytest.param("half_async", False, 1, id="half_async again"),
@@ -951,6 +961,92 @@ def test_a_worker_that_comes_gets_everything_from_another_one(
         assert all(torch.equal(a, b) for a, b in zip(result, coming.came, strict=True))
     assert float(coming.came[-1]) > 7
     assert not (coming.came[0] > 5).any()
+
+
+@pytest.mark.parametrize("amid", [False, True], ids=["between steps", "amid a step"])
+def test_a_synchronous_job_ends_where_it_would_with_a_worker_that_starts_again(
+    net: Net, amid: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """But for rows that it had not pushed in a step that the others have taken with it."""
+    began: list[int] = []
+
+    def train(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
+        model = copy.deepcopy(net)
+        plain = torch.optim.Adam(model.parameters(), 0.05)
+        optimizer = fleet_.distributed_optimizer(plain, sync(dense="all_reduce"), model=model)
+        fleet_.init_worker()
+        dies = worker == 1 and not began
+        if worker == 1:
+            began.append(fleet_.resume_step())
+        for step in range(fleet_.resume_step(), STEPS):
+            if dies and step == 3:
+                if amid:
+                    model.loss(step, worker).backward()
+                leave(fleet_)
+                return again()
+            optimizer.minimize(model.loss(step, worker))
+        fleet_.barrier_worker()
+        return model.seen()
+
+    def again() -> list[torch.Tensor]:
+        fleet_ = Fleet(environ=SOON, network=job.network)
+        fleet_.init(UserDefinedRoleMaker(1, Role.WORKER, 3, job.endpoints))
+        with torch.no_grad():
+            net.dense[0].weight.zero_()  # which nobody else has
+        seen = train(fleet_, 1)
+        fleet_.stop_worker()
+        return seen
+
+    expected, _ = hybrid_and_servers(net, lambda m: torch.optim.Adam(m.parameters(), 0.05), 3, 2, each_step)
+    job = Job(train, 3, 2, environ=SOON)
+    job.join(job.start())
+    assert {
+        name: error for name, error in job.errors.items() if name != "worker 1"
+    } == {}  # whose first life had no end
+    assert began == [0, 3 + amid]
+    first, last = job.results[0], job.results[2]
+    assert all(torch.equal(a, b) for a, b in zip(first, last, strict=True)), "the same bits everywhere"
+    if amid:
+        assert any(not torch.allclose(a, b) for a, b in zip(first, expected[0], strict=True))
+    else:
+        assert_close(first, expected[0])
+    assert ("worker 1 goes on after step 4, which the others have taken" in caplog.text) is amid
+
+
+def test_one_that_starts_again_where_layers_have_joined_is_refused(net: Net) -> None:
+    """It does not know of them, and could get them from the others only when it did. These go on without it."""
+    refused: list[FleetError] = []
+
+    def train(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
+        model, late = copy.deepcopy(net), torch.nn.Linear(4, 1)
+        plain = torch.optim.SGD(model.parameters(), 0.05)
+        optimizer = fleet_.distributed_optimizer(plain, sync(dense="all_reduce"), model=model)
+        fleet_.init_worker()
+        for step in range(STEPS):
+            if step == 2:
+                optimizer.add_param_group({"params": list(late.parameters())})
+            if worker == 1 and step == 3:
+                leave(fleet_)
+                return again()
+            optimizer.minimize(model.loss(step, worker) + late(model.dense[0].weight).square().mean())
+        fleet_.barrier_worker()
+        return model.seen()
+
+    def again() -> list[torch.Tensor]:
+        fleet_ = Fleet(environ=SOON, network=job.network)
+        fleet_.init(UserDefinedRoleMaker(1, Role.WORKER, 2, job.endpoints))
+        with pytest.raises(
+            UnsupportedError, match="worker 1 cannot start again where parameters have joined"
+        ) as caught:
+            train(fleet_, 1)
+        refused.append(caught.value)
+        return []
+
+    job = Job(train, 2, 2, environ=SOON)
+    job.join(job.start())
+    assert {name: error for name, error in job.errors.items() if name != "worker 1"} == {}
+    assert refused
+    assert job.results[0]
 
 
 # --- What is refused --------------------------------------------------------------------------------------------------

@@ -60,6 +60,25 @@ MOVES_TO_TWO = Setting(
 )
 
 FOUND = {
+    # The answer to a meeting came to two workers, and the server had forgotten it when the third one asked again: those
+    # waited for it in their group, and it for them in the next meeting, until the deadline.
+    "a server that is killed as a meeting ends": Scenario(
+        231973,
+        Setting(workers=3, servers=1, steps=1, optimizer="Adam", durable="interval", sync_s=0.1, dense=ALL_REDUCE),
+        (Fault(37, KILL, "server0", 0.07),),
+    ),
+    # A round that was done over was over elsewhere only when it was done over again, and its averages were used.
+    "a round that breaks twice": Scenario(
+        113985,
+        Setting("sync", 2, 3, 9, durable="os", journal_bytes=2000, checkpoint_every=2, dense=ALL_REDUCE),
+        (Fault(255, TWICE), Fault(276, LOST), Fault(290, KILL, "worker0", 0.1)),
+    ),
+    # A worker that had read the first values, and waited for the others, went over to other servers as if it had not.
+    "a worker that meets the others on other servers": Scenario(
+        225419,
+        Setting("ssp", 3, 2, 6, checkpoint_every=2, moves_at=2, moves_to=3, dense=ALL_REDUCE),
+        (Fault(183, KILL, "worker2", 0.06), Fault(219, PAUSE, "server0", 3.87)),
+    ),
     # Workers that average met without one that had been killed, and waited for another that had been meanwhile: for as
     # long as the deadline once more, as torch connects all without a look at whether they can still come.
     "a worker that is lost between a meeting and a group": Scenario(
@@ -378,9 +397,8 @@ ON_PURPOSE = {
     ),
     "only worker 0 is told that a server has lost the initial values": FOUND["initial values that were not kept"],
     "a journal is synced with its lock and the server's taken in the other order": Scenario(
-        36,
-        Setting(mode="async", workers=2, servers=1, steps=4, durable="always", journal_bytes=2000, sync_s=0.01),
-        (Fault(10, PAUSE, "server0", 5.0),),
+        43,
+        Setting(mode="async", workers=2, servers=2, steps=12, durable="always", journal_bytes=2000, sync_s=0.01),
         preemption=0.1,
     ),
     "gradients are added in the order in which they come": Scenario(0, Setting(servers=1, steps=1), ()),
@@ -402,9 +420,9 @@ ON_PURPOSE = {
         (Fault(67, KILL, "server0", 0.1),),
     ),
     "a snapshot has rows as they became while it was written": Scenario(
-        2,
-        Setting(mode="async", workers=2, servers=1, steps=4, durable="os", journal_bytes=2000, sync_s=0.01),
-        (Fault(9, KILL, "server0", 0.1), Fault(113, KILL, "server0", 0.1)),
+        13,
+        Setting(mode="async", workers=2, servers=1, steps=6, durable="always", journal_bytes=2000, sync_s=0.01),
+        (Fault(37, KILL, "server0", 0.1), Fault(139, KILL, "server0", 0.1)),
         preemption=0.1,
     ),
     "a snapshot forgets how many steps the optimizer of a table has taken": Scenario(

@@ -116,15 +116,13 @@ class Groups:
 
     # ---------------------------------------------------------------- what befalls them
 
-    def gone(self, process: Process, *, silently: bool = False) -> bool:
-        """Note that a process has ended: its peers hear of it, but not if its machine has stopped. Say whether it has
-        been in a group."""
+    def gone(self, process: Process, *, silently: bool = False) -> None:
+        """Note that a process has ended: its peers hear of it, but not if its machine has stopped."""
         met = [each for members in self._members.values() for each in members.values() if each.process is process]
         for group in met:
             if not silently:
                 group.hang_up()
             group.has_hung_up = True
-        return bool(met)
 
 
 class SimulatedWork(dist.Work):

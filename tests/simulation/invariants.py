@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -32,6 +34,8 @@ from .scenario import (
 
 #: In these every worker's every step has its effect whatever the others do.
 _IN_STEP = ("sync",)
+#: In these workers that average are in the same step.
+_IN_ROUNDS = ("sync", "ssp")
 #: In these a step is over when the servers have it.
 _WAITS = ("sync", "ssp", "gba", "auto")
 #: In these no worker is more steps ahead of another.
@@ -78,14 +82,14 @@ def _always(outcome: Outcome) -> Iterator[str]:
         if begin < done and setting.mode in _WAITS and not outcome.scenario.may_fail:
             yield f"worker {worker} began at step {begin} although it had heard that {done} were done"
     over_s = max((at + fault.for_s + _FOUND_AFTER_S.get(fault.kind, 0.0) for at, fault in outcome.struck), default=0.0)
-    in_time_s = _IN_TIME_S + (DEADLINE_S if outcome.gone else 0.0)  # when it is given up on
-    is_late = outcome.lasted_s > over_s + in_time_s
-    may_be_late = setting.follower  # which waits for servers, if it starts late
+    is_late = outcome.lasted_s > over_s + _IN_TIME_S
+    # One that follows waits for servers, if it starts late, and a server that is cut off for who ends the job.
+    may_be_late = setting.follower or (outcome.scenario.leaves_who_is_killed and outcome.errors)
     if is_late and not (may_be_late or outcome.scenario.may_fail or outcome.hang):
         yield f"it has lasted for {outcome.lasted_s:.0f} s, and what befell it was over after {over_s:.0f} s"
     for worker, done, slowest in outcome.told.went_on:
         bound = _BOUNDS.get(setting.mode)
-        if bound is not None and done - slowest > bound and not (outcome.scenario.may_fail or outcome.gone):
+        if bound is not None and done - slowest > bound and not outcome.scenario.may_fail:
             yield f"worker {worker} went on after {done} steps, and another one had begun {slowest}"
 
 
@@ -94,7 +98,7 @@ def _ends_well(outcome: Outcome) -> Iterator[str]:
         return
     if outcome.scenario.leaves_who_is_killed:
         said = " ".join(map(str, outcome.errors.values()))
-        if len(outcome.gone) == outcome.scenario.setting.workers or any(each in said for each in _LOST_AMID):
+        if any(each in said for each in _LOST_AMID):
             return
     for name, error in outcome.errors.items():
         if name == FOLLOWER and isinstance(error, TableFileError):  # a server could not read what it was asked for
@@ -106,7 +110,7 @@ def _when_it_ends_well(outcome: Outcome) -> Iterator[str]:
     """Look at what a job has learnt when all of its workers say that it is done."""
     setting = outcome.scenario.setting
     ends = outcome.told.ends
-    if outcome.errors or outcome.hang or not ends or len(ends) + len(outcome.gone) < setting.workers:
+    if outcome.errors or outcome.hang or not ends or len(ends) < setting.workers:
         return
     if setting.mode == "geo":  # each has values of its own, which the last exchange has brought together or not
         if not outcome.scenario.may_fail:
@@ -124,6 +128,8 @@ def _when_it_ends_well(outcome: Outcome) -> Iterator[str]:
             if not torch.equal(value, first[name]) and not outcome.scenario.may_fail:
                 yield f"workers {min(ends)} and {worker} end with other values of {name}"
     if outcome.scenario.leaves_who_is_killed:
+        if setting.mode in _IN_ROUNDS and first and not outcome.scenario.may_fail:
+            yield from _every_round_once(outcome, first["steps"])
         return
     if setting.mode in _IN_STEP and not outcome.scenario.may_fail:
         for name, value in _undisturbed(_plain(setting)).items():
@@ -150,6 +156,25 @@ def _every_step_once(outcome: Outcome, end: dict[str, torch.Tensor]) -> Iterator
                     yield f"step {step} of worker {worker} has {value:.4f} in {what}, and not {once[0]:.4f}"
 
 
+def _every_round_once(outcome: Outcome, steps: torch.Tensor) -> Iterator[str]:
+    """Workers that average in rounds take each step together, and once, whoever is killed meanwhile. Only what such a
+    worker alone has had of a step is lost with it: of all workers."""
+    setting = outcome.scenario.setting
+    usual = _undisturbed(_plain(replace(setting, mode="sync")))["steps"]  # what is noted has the same gradient anywhere
+    lost = _lost_rounds(outcome, steps)
+    if lost and setting.optimizer == "Adam":  # which would have moved on in later steps
+        return
+    there = [step for step in range(setting.steps) if step not in lost]
+    if not torch.equal(steps[:, there], usual[:, there]):
+        yield "what the workers have averaged differs from that of the undisturbed job"
+
+
+def _lost_rounds(outcome: Outcome, steps: torch.Tensor) -> list[int]:
+    """Return the steps that no worker has any trace of, in a parameter, if there may be so many."""
+    lost: list[int] = (steps == 0).all(0).nonzero().flatten().tolist()
+    return lost if len(lost) <= outcome.kills["worker"] else []
+
+
 def _every_change_once(outcome: Outcome) -> Iterator[str]:
     """In GEO a worker tells what has come of a step to a parameter bit by bit, and has all of it itself, unless some of
     what it has told was lost, or counted twice. It tells its share of a row with that step alone."""
@@ -173,21 +198,36 @@ def _every_change_is_heard(outcome: Outcome) -> Iterator[str]:
             yield f"worker {worker} has not heard of all that others have changed in its rows {end[HELD].tolist()}"
 
 
-def _is_cut_at(step: int, values: torch.Tensor, gone: frozenset[int] = frozenset()) -> bool:
-    """Say whether every worker's steps before this one have had their effect, and no later ones."""
-    there = [worker for worker in range(len(values)) if worker not in gone]
-    return bool((values[there, :step] != 0).all()) and not bool(values[:, step:].any())
+def _is_cut_at(step: int, values: torch.Tensor, lost: Iterable[tuple[int, int]] = ()) -> bool:
+    """Say whether every worker's steps before this one have had their effect, which may be ``lost`` of some, and no
+    later ones."""
+    has = values != 0
+    for worker, at in lost:
+        has[worker, at] = at < step
+    return bool(has[:, :step].all()) and not bool(values[:, step:].any())
 
 
 def _checkpoints(outcome: Outcome) -> Iterator[str]:
     """A checkpoint is whole, and of one moment."""
     yield from outcome.told.damaged
     if outcome.scenario.setting.mode in _IN_STEP and not outcome.scenario.may_fail:
-        gone = frozenset(int(name[len("worker") :]) for name in outcome.gone)
-        for step, *each in outcome.told.saved:
-            for what, values in zip(("the parameter", "the rows"), each, strict=True):
-                if not _is_cut_at(step, values, gone):
+        for step, steps, rows in outcome.told.saved:
+            rounds = _lost_rounds(outcome, steps[:, :step]) if outcome.scenario.leaves_who_is_killed else []
+            lost = itertools.product(range(len(steps)), rounds)
+            parts = (("the parameter", steps, lost), ("the rows", rows, _lost_rows(outcome)))
+            for what, values, lacks in parts:
+                if not _is_cut_at(step, values, lacks):
                     yield f"the checkpoint of step {step} has in {what} {values.tolist()}"
+
+
+def _lost_rows(outcome: Outcome) -> set[tuple[int, int]]:
+    """Return the workers' steps whose rows may have been lost: those that they were killed in, and did not do again
+    where the others had taken them."""
+    if not outcome.scenario.leaves_who_is_killed:
+        return set()
+    told = outcome.told
+    last = {worker: max(begin for each, begin, _ in told.begins if each == worker) for worker, *_ in told.begins}
+    return {(worker, step) for worker, step in told.begun - told.done if step < last.get(worker, 0)}
 
 
 def _followed(outcome: Outcome) -> Iterator[str]:

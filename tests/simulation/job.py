@@ -44,8 +44,6 @@ PATIENCE_S = 20 * kinds.DEADLINE_S
 _THINKS_S = (0.0, 0.02)
 #: So long after it has ended by an error a durable server is started again.
 _STARTS_AGAIN_AFTER_S = 0.5
-#: What a worker is told that is killed where the others go on without it.
-_MAY_NOT = "cannot start again in a job whose dense parameters are on the workers"
 #: A process that a signal has killed is started again so many times.
 _RESTARTS = 20
 
@@ -142,8 +140,6 @@ class Outcome:
     #: faults that have come to pass, and when
     struck: list[tuple[float, Fault]]
     kills: Counter[str]
-    #: workers that were killed and have not started again
-    gone: set[str]
     lasted_s: float
     turns: int
 
@@ -167,8 +163,6 @@ class _Life:
         self.name = name
         self.restarts = 0
         self.is_down = True
-        #: whether it does not start again
-        self.is_gone = False
         self.process = Process(name)
         self.fleet: Fleet | None = None
         self.disk: Disk | None = None
@@ -190,21 +184,19 @@ class _Life:
 
     @property
     def has_ended(self) -> bool:
-        return self.is_gone or (not self.is_down and self.thread.has_ended)
+        return not self.is_down and self.thread.has_ended
 
     def kill(self, fault: Fault) -> None:
         """End it as SIGKILL or a power cut does, and start it again some time later."""
-        if self.is_gone or self.is_down or self.thread.has_ended or self.restarts >= _RESTARTS:
+        if self.is_down or self.thread.has_ended or self.restarts >= _RESTARTS:
             return
         self.is_down = True
         self.restarts += 1
         self.job.kills[self.name.rstrip("0123456789")] += 1
         scheduler, process = self.job.scheduler, self.process
         self.job.wires.forget(process, silently=fault.kind == kinds.POWER)
-        had_met = self.job.groups.gone(process, silently=fault.kind == kinds.POWER)
-        self.is_gone = had_met and self.job.setting.loses_who_is_killed
-        if not self.is_gone:
-            scheduler.at(fault.for_s, self.start)
+        self.job.groups.gone(process, silently=fault.kind == kinds.POWER)
+        scheduler.at(fault.for_s, self.start)
 
         def unwind() -> None:
             scheduler.unwind(process)
@@ -452,11 +444,8 @@ class Simulation:
                 self.scheduler.block(until - self.scheduler.now)
             hang = [life.name for life in needed if not life.has_ended]
             lasted_s = self.scheduler.now
-            ended = [life for life in needed if life.has_ended and not life.is_gone]
+            ended = [life for life in needed if life.has_ended]
             errors = {life.name: life.thread.error for life in ended if life.thread.error is not None}
-            for name in [name for name, error in errors.items() if _MAY_NOT in str(error)]:
-                self.lives[name].is_gone = True  # it was killed amid its first meeting
-                del errors[name]
             for life in self.lives.values():
                 self.scheduler.unwind(life.process)
                 if life.disk is not None:
@@ -471,7 +460,6 @@ class Simulation:
             self.wires.messages,
             self.struck,
             self.kills,
-            {life.name for life in self.lives.values() if life.is_gone},
             lasted_s,
             self.scheduler.turns,
         )

@@ -85,12 +85,6 @@ class Setting:
     dense: str = "servers"
 
     @property
-    def loses_who_is_killed(self) -> bool:
-        """Say whether the others go on without a worker that is killed: where they average gradients in rounds it may
-        not start again."""
-        return self.dense == ALL_REDUCE and self.mode in ("sync", "ssp")
-
-    @property
     def all_workers(self) -> int:
         return self.workers + self.joins
 

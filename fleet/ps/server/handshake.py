@@ -65,7 +65,6 @@ class Handshake:
             reason = on_one_line(str(error))
             _log.warning("%s: worker %d (%s) was refused: %s", self._where, worker, label, reason)
             raise
-        self._refuse_second_start(job, request)
         is_repeated = self._members.has(request)
         settings = job.plans.current.spec.settings
         before = self._members.admit(request, label, settings, surely=self._is_replaying)
@@ -131,19 +130,6 @@ class Handshake:
             todo="Wait until the earlier job has ended, or give this one servers of its own.",
         )
 
-    def _refuse_second_start(self, job: Job, request: Any) -> None:
-        """Refuse a worker that starts again where the others have its dense parameters, and would wait for its step
-        before they gave it any."""
-        before = self._members.succeeds(request.worker, request.incarnation)
-        has_left = before in (Standing.LIVE, Standing.LOST) and not self._is_replaying
-        if has_left and job.meetings.has_group and job.policy.waits_for_others:
-            raise UnsupportedError(
-                f"worker {request.worker} cannot start again in a job whose dense parameters are on the workers",
-                where=f"{self._where}, a job in the mode {job.plans.current.spec.settings.mode!r}",
-                todo="Let the others go on without it; the next start of the whole job goes on from a checkpoint. In "
-                "asynchronous and half-asynchronous jobs workers may start again.",
-            )
-
     @property
     def _is_replaying(self) -> bool:
         return self._durability is not None and self._durability.replaying
@@ -170,6 +156,12 @@ class Handshake:
         # The journal that is done over may be another job's: that is found out when all of it is known.
         ours = job.job_id if self._is_replaying else self._settings.job_id or job.job_id
         known = check_same_job(self._endpoint, ours, job, spec, hello)
+        if known is not job.plans.current and spec.settings.has_dense_on_workers and not self._members.has(request):
+            raise UnsupportedError(
+                f"worker {request.worker} cannot start again where parameters have joined that are on the workers",
+                where=self._where,
+                todo="Give all parameters to the optimizer before fleet.init_worker(). The others go on without it.",
+            )
         check_share(self._endpoint, known, hello.server, hello.options, most_bytes)
         return job, known
 
@@ -206,12 +198,13 @@ class Handshake:
 
     def _welcome(self, job: Job, arrival: Arrival) -> None:
         worker = arrival.worker
+        alone = self._steps_taken_alone(job, worker)
         arrival.answer(
             pb.Reply(
                 version=job.rounds.gate.version,
                 initialized=job.initialized or self._initialization.is_complete,
-                delivered=job.rounds.gate.delivered(worker),
-                steps=job.steps_of(worker),
+                delivered=job.rounds.gate.delivered(worker) - alone,
+                steps=job.steps_of(worker) - alone,
                 loads=job.progress.loads,
                 moves=len(job.moves.past),
                 gathered=job.reductions.decided(worker),  # nothing of one that is about to leave
@@ -219,3 +212,13 @@ class Handshake:
                 cuts=job.cuts,
             )
         )
+
+    @staticmethod
+    def _steps_taken_alone(job: Job, worker: int) -> int:
+        """Return how many steps have been pushed by this worker alone of those that average dense gradients together:
+        where it has none of the values any more it takes them once more, as the others do."""
+        gate = job.rounds.gate
+        others = [clock for other, clock in gate.clocks.items() if other != worker]
+        if not (others and job.policy.waits_for_others and job.plans.current.spec.settings.has_dense_on_workers):
+            return 0
+        return max(0, gate.delivered(worker) - max(others))

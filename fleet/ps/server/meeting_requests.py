@@ -62,8 +62,11 @@ class MeetingRequests:
     def answer_ready(self, job: Job, outbox: Outbox) -> None:
         """Let a meeting end if everybody has come, or go on whom others wait for elsewhere."""
         if job.meetings.waiting():
-            step, lacking = job.rounds.gate.lacking()
-            parked = job.rounds.parked.values()
-            pushing = [each.worker for each in parked if each.what == push_of(step)]
-            job.meetings.send_on(step, lacking, pushing, outbox)
-            job.meetings.answer_ready(self._members.awaited(), outbox, is_trained=job.is_trained)
+            meetings, gate = job.meetings, job.rounds.gate
+            step, lacking = gate.lacking()
+            pushing = [each.worker for each in job.rounds.parked.values() if each.what == push_of(step)]
+            late = meetings.late(step, lacking, pushing)
+            if job.policy.waits_for_others:
+                late += [each for each in meetings.behind(gate.clocks) if each not in late]
+            meetings.send_on(late, outbox)
+            meetings.answer_ready(self._members.awaited(), outbox, is_trained=job.is_trained)

@@ -56,11 +56,6 @@ class Meetings:
         self.told = (0, 0)
 
     @property
-    def has_group(self) -> bool:
-        """Say whether there is a group, or has been one, as far as this process knows."""
-        return self._newest > 0
-
-    @property
     def heard(self) -> dict[int, Told]:
         """Return what each worker of a group has told last."""
         return dict(self._heard)
@@ -109,19 +104,32 @@ class Meetings:
         self._leaving.discard(worker)
         self._tell()
 
-    def send_on(self, step: int, lacking: Collection[int], pushing: Collection[int], outbox: Outbox) -> None:
-        """Send workers on whose push of a step is ``lacking`` where others that have not come are ``pushing`` theirs,
-        and wait: for these the round of that step is over, and they come when the step is."""
+    def late(self, step: int, lacking: Collection[int], pushing: Collection[int]) -> list[int]:
+        """Return who has come whose push of a step is ``lacking`` where others that have not come are ``pushing``
+        theirs, and wait: for these the round of that step is over, and they come when the step is."""
         if not set(pushing) - self._come.keys():
-            return
-        for worker in set(lacking) & self._come.keys():
-            if self._come[worker].step == step - 1:
-                come = self._come.pop(worker)
-                outbox.append((come.waiting.respond, Frame(pb.Reply(about=json.dumps({"number": 0, "members": []})))))
+            return []
+        return [worker for worker in set(lacking) & self._come.keys() if self._come[worker].step == step - 1]
+
+    def behind(self, clocks: Mapping[int, int]) -> list[int]:
+        """Return who has come without any values, and lacks a step that another one has pushed, as ``clocks`` tell: it
+        can take that no more."""
+        furthest = {
+            worker: max((clock for other, clock in clocks.items() if other != worker), default=0)
+            for worker, come in self._come.items()
+            if not come.meet.has_values
+        }
+        return [worker for worker, clock in furthest.items() if self._come[worker].step < clock]
+
+    def send_on(self, workers: Collection[int], outbox: Outbox) -> None:
+        """Send these on to their next push, after which they come again."""
+        for come in map(self._come.pop, workers):
+            outbox.append((come.waiting.respond, Frame(pb.Reply(about=json.dumps({"number": 0, "members": []})))))
         self._tell()
 
     def answer_ready(self, awaited: Collection[int], outbox: Outbox, *, is_trained: bool) -> None:
         """Let the meeting end once everybody has come. All hear whether the job ``is_trained`` already."""
+        self._doubt()
         if not self._come or not self._come.keys() >= set(awaited) - self._leaving:
             return
         come, self._come = dict(sorted(self._come.items())), {}
@@ -141,6 +149,13 @@ class Meetings:
         self._outcome = json.dumps({"number": self._number, "members": said, "trained": is_trained})
         outbox += [(each.waiting.respond, self._answer()) for each in come.values()]
         self._tell()
+
+    def _doubt(self) -> None:
+        """Take a group for broken if one comes that may belong to it and never heard so: nobody knows who is in it if
+        this process has been started again."""
+        newest = 0 if self._members else self._newest
+        if newest > self._broken and any(each.meet.group < newest for each in self._come.values()):
+            self.broke(newest)
 
     def dump(self) -> dict[str, Any]:
         """Return the group that there is, to be told to other servers."""

@@ -150,6 +150,7 @@ class LastingReducer(Reducer):
             raise GroupBrokenError("the group broke in this worker's last round")
         if not self._meet_again():
             self._average_plainly([own[id(param)] if self._has(param) else None for param in self._params])
+        if not self.is_taken_over:
             for param, (average, mark) in zip(self._params, self._averages, strict=True):
                 if mark > 0:
                     own[id(param)].copy_(average.view_as(param))

@@ -85,10 +85,12 @@ class DenseTraining:
 
     # ---------------------------------------------------------------- the beginning
 
-    def start(self) -> None:
-        """Meet the others, and take over the values of the first."""
+    def start(self, miss_step: Callable[[], None]) -> None:
+        """Meet the others, and take over the values of the first. ``miss_step`` is called before, as often as these
+        have taken a step with an earlier process in this worker's place, and wait for its push."""
         self._loads = self._progress.loads[0]
-        self._meet()
+        while self._meet():
+            miss_step()
         self._rounds_before = self.group.rounds
         self._arm()
 

@@ -102,6 +102,11 @@ class Progress:
             self.completed -= resumed.ahead
             self.steps = self.taken = self.went_on_at = resumed.step
 
+    def miss_step(self) -> None:
+        """Go on after the next step, in which this process has no part."""
+        self.taken += 1
+        self.went_on_at = self.taken
+
     def version_needed(self, more_steps: int = 0) -> int:
         """Return the version that this worker needs to go on, now or when it has completed some more steps."""
         return self._policy.version_needed(self.completed + more_steps)

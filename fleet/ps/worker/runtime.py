@@ -7,6 +7,7 @@ a push.
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -60,6 +61,8 @@ from fleet.strategy.parameter_server import Strategy
 from fleet.telemetry.cause import claim
 from fleet.telemetry.observer import Observer
 from fleet.telemetry.worker_figures import WorkerFigures
+
+_log = logging.getLogger("fleet.worker")
 
 #: All rows of a table are fetched in requests of about this size.
 WHOLE_BYTES = 8 << 20
@@ -207,7 +210,7 @@ class WorkerRuntime:
                 initialize(self.connections, trained, answers)
             self.following(lambda: self._begin_from(self._values.fetch("initial parameters")))
             if self._dense is not None:
-                self._dense.start()
+                self._dense.start(self._miss_step)
 
     def begin(self) -> None:
         """Begin to train: the rows are the servers' alone from now on."""
@@ -217,6 +220,21 @@ class WorkerRuntime:
             self._has_begun = True
             if self._strategy.print_log and self.assignment.index == 0:
                 print(self.trained.plan.table())
+
+    def _miss_step(self) -> None:
+        """Push nothing for a step that the others have taken with an earlier process in this one's place."""
+        self.progress.miss_step()
+        _log.warning(
+            "worker %d goes on after step %d, which the others have taken with its earlier process: rows that this had "
+            "not pushed have not taken it",
+            self.assignment.index,
+            self.progress.taken,
+        )
+        try:
+            self._training.miss_step()
+        except ServersMovedError:
+            self._follow()
+            self.following(self._finish_push)
 
     @contextmanager
     def _ending_if_it_fails(self) -> Iterator[None]:
@@ -402,8 +420,9 @@ class WorkerRuntime:
             former = hop.connections.by_server
             tell_those_between(hop.move, known, lambda servers: self.connect(servers, self._incarnation))
             known = hop.move.number
-        if self._has_begun:
+        if self._values.read_at:  # while it starts it may wait for other workers with what it has read
             self._values.move(layouts)
+        if self._has_begun:
             if self._geo is not None:
                 self._geo.move()
             self._training.grow()

@@ -85,6 +85,12 @@ class UserGradients:
         """Say whether hooks of optimizers that step on this worker may change gradients of rows."""
         return any(map(hooks_before, self._trained.description.optimizers))
 
+    def none(self) -> Gradients:
+        """Return the gradients of a step that leaves none behind."""
+        description = self._trained.description
+        dense = [None] * len(description.params)
+        return Gradients(dense, {}, Clocks(self._values.read_at), description.options(of_step=True))
+
     def take_along(self, update: Callable[[], None] | None = None) -> Callable[[], Gradients]:
         """Take a step as above, and return what waits until the gradients that it leaves behind have come from their
         device. They stay as they are, whatever becomes of the script's."""
@@ -293,6 +299,10 @@ class RemoteTraining:
         push = self._pusher.hold(lambda: self._begun(update))
         if push is not None:
             self._pusher.deliver(push)
+
+    def miss_step(self) -> None:
+        """Push a step without any gradients."""
+        self._pusher.deliver(self._made(self._gradients.none()))
 
     def _begun(self, update: Callable[[], None] | None) -> Push | None:
         """Take a step; return the push that is due with it, if one is."""
