@@ -35,6 +35,7 @@ from fleet.errors import (
 from fleet.ps.wire.frame import Frame
 from fleet.ps.worker.connection import Connection
 from fleet.ps.worker.dense_group import DenseGroup
+from fleet.ps.worker.dense_training import DenseTraining
 from fleet.role_maker import Role, UserDefinedRoleMaker
 from fleet.transpiler import DistributeTranspilerConfig
 
@@ -571,6 +572,47 @@ def test_half_precision_on_the_way(net: Net) -> None:
     assert_close(one, whole[0][: len(one)], 0.05)
 
 
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("when", ["from the first step on", "in a schedule", "between backward and step", "once"])
+def test_the_first_worker_has_the_say_of_options(
+    net: Net, mode: str, when: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on servers, where workers have others. The others' scripts find theirs as they were."""
+
+    def body(dense: str) -> Callable[[Fleet, int], list[torch.Tensor]]:
+        def run(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
+            model = copy.deepcopy(net.dense)
+            other = worker == 1
+            plain = torch.optim.Adam(model.parameters(), 0.2 if other and when.startswith("from") else 0.05)
+            strategy = getattr(StrategyFactory, f"create_{mode}_strategy")(dense=dense)
+            optimizer = fleet_.distributed_optimizer(plain, strategy, model=model)
+            fleet_.init_worker()
+            schedule = torch.optim.lr_scheduler.ExponentialLR(plain, 0.5 if other and when == "in a schedule" else 0.9)
+            for step in range(STEPS):
+                generator = torch.Generator().manual_seed(step * 10 + worker)
+                model(torch.rand(8, 4, generator=generator)).square().mean().backward()
+                if (other and when.startswith("between") and step > 2) or (when == "once" and step == 3):
+                    plain.param_groups[0]["betas"] = (0.1, 0.2) if other else (0.9, 0.999)
+                before = [dict(group, params=[]) for group in plain.param_groups]
+                optimizer.step()
+                assert [dict(group, params=[]) for group in plain.param_groups] == before
+                if when == "once":
+                    plain.param_groups[0]["betas"] = (0.9, 0.999)
+                optimizer.zero_grad()
+                schedule.step()
+            model(torch.ones(8, 4)).mean().backward()  # what an averaging of it brings together is so from here on
+            fleet_.barrier_worker()
+            return [each.detach().clone() for each in model.parameters()]
+
+        return run
+
+    one, other = run_job(body("all_reduce"), 2)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), "the same bits on both"
+    assert caplog.text.count("the options of the first worker's optimizers count") == (when != "once")
+    if mode == "sync" and when in ("from the first step on", "in a schedule"):
+        assert_close(one, run_job(body("servers"), 2)[0])
+
+
 def test_parameters_that_join(net: Net) -> None:
     def train(optimizer: Any, model: Net, worker: int) -> None:
         for step in range(STEPS):
@@ -963,12 +1005,29 @@ def test_a_worker_that_comes_gets_everything_from_another_one(
     assert not (coming.came[0] > 5).any()
 
 
-@pytest.mark.parametrize("amid", [False, True], ids=["between steps", "amid a step"])
+@pytest.mark.parametrize(
+    ("amid", "late"),
+    [
+        pytest.param(False, False, id="between steps"),
+        pytest.param(True, False, id="amid a step"),
+        pytest.param(True, True, id="amid a step, and heard of in the next backward"),
+    ],
+)
 def test_a_synchronous_job_ends_where_it_would_with_a_worker_that_starts_again(
-    net: Net, amid: bool, caplog: pytest.LogCaptureFixture
+    net: Net, amid: bool, late: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But for rows that it had not pushed in a step that the others have taken with it."""
-    began: list[int] = []
+    """But for rows that it had not pushed in a step that the others have taken with it. One of these may hear late that
+    it was gone: in a backward, which needs the parameters as they are."""
+    began, end_step = list[int](), DenseTraining.end_step
+
+    def end_late(self: DenseTraining) -> None:
+        """As with a heartbeat that comes a moment later."""
+        if (self.group._worker, self._steps) == (2, 4):
+            until(lambda: self.group.must_meet)
+            self._be_between_steps()
+            self._is_ending = False
+        else:
+            end_step(self)
 
     def train(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
         model = copy.deepcopy(net)
@@ -998,11 +1057,11 @@ def test_a_synchronous_job_ends_where_it_would_with_a_worker_that_starts_again(
         return seen
 
     expected, _ = hybrid_and_servers(net, lambda m: torch.optim.Adam(m.parameters(), 0.05), 3, 2, each_step)
+    if late:
+        monkeypatch.setattr(DenseTraining, "end_step", end_late)
     job = Job(train, 3, 2, environ=SOON)
     job.join(job.start())
-    assert {
-        name: error for name, error in job.errors.items() if name != "worker 1"
-    } == {}  # whose first life had no end
+    assert not [(name, error) for name, error in job.errors.items() if name != "worker 1"]  # which never said goodbye
     assert began == [0, 3 + amid]
     first, last = job.results[0], job.results[2]
     assert all(torch.equal(a, b) for a, b in zip(first, last, strict=True)), "the same bits everywhere"

@@ -60,11 +60,11 @@ class Reducer:
         exchange: Exchange,
         on_round: Callable[[Round], None],
         turns: Turns,
-        words: int = 0,
+        says: Callable[[], Sequence[int]] = tuple,
         asked: Sequence[Callable[[], bool]] = (),
     ) -> None:
-        """``words`` is how many numbers each worker has to say in a round (``says``). Of each question that is
-        ``asked`` when the backward is through, a round tells whether any worker says yes."""
+        """Have a round tell all what this worker ``says`` when the backward is through, always as many small numbers,
+        and of each question that is ``asked`` then whether any worker says yes."""
         self._params = list(params)
         self._names = names
         self._types = types
@@ -77,13 +77,13 @@ class Reducer:
         self._is_open = self._is_in_round = False
         self._is_settled = False
         self._seen: set[int] = set()
-        #: what this worker says in its next round
-        self.says: tuple[int, ...] = (0,) * words
+        self._says = says
+        self._words = len(says())
         self._pending: list[tuple[torch.futures.Future[torch.Tensor], GradBucket, Finish]] = []
         self._engine = torch.autograd.Variable._execution_engine
         self._device = one_device(params, names)
         self._asked = asked
-        self._census = torch.nn.Parameter(torch.zeros(group.size * (1 + words) + len(params) + len(asked)))
+        self._census = torch.nn.Parameter(torch.zeros(group.size * (1 + self._words) + len(params) + len(asked)))
         self._everything = torch.ones_like(self._census, requires_grad=False)
         self._everything[: group.size] = 0
         self._everything[group.size + len(params) :] = 0
@@ -200,16 +200,16 @@ class Reducer:
         if self._census.grad is None:
             self._census.grad = torch.empty_like(marks)
         self._census.grad.copy_(marks)
-        if self.says or self._asked:
+        if self._words or self._asked:
             self._say(self._census.grad)
 
     def _say(self, census: torch.Tensor) -> None:
         """Fill in what stands behind the parameters' marks."""
-        first, words = self._group.size + len(self._params), len(self.says)
+        first, words = self._group.size + len(self._params), self._words
         stop = first + len(self._asked)
         if self._taking_part:
             census[first:stop] = torch.tensor([float(ask()) for ask in self._asked])
-        census[stop + self._group.rank * words :][:words] = torch.tensor(self.says, dtype=census.dtype)
+        census[stop + self._group.rank * words :][:words] = torch.tensor(self._says(), dtype=census.dtype)
 
     @torch.no_grad()
     def _finish(self) -> None:
@@ -229,7 +229,7 @@ class Reducer:
         workers = tuple(rank for rank in range(size) if counted[rank] > 0)
         if min(counted[: size + params]) <= 0:
             self._correct(counted[size : size + params], len(workers))
-        stop, words = size + params + len(self._asked), len(self.says)
+        stop, words = size + params + len(self._asked), self._words
         said = [round(each * divided_by) for each in counted[stop:]]
         return Round(
             workers,

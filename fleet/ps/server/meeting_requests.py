@@ -67,6 +67,6 @@ class MeetingRequests:
             pushing = [each.worker for each in job.rounds.parked.values() if each.what == push_of(step)]
             late = meetings.late(step, lacking, pushing)
             if job.policy.waits_for_others:
-                late += [each for each in meetings.behind(gate.clocks) if each not in late]
+                late += [each for each in meetings.overtaken(gate.clocks) if each not in late]
             meetings.send_on(late, outbox)
             meetings.answer_ready(self._members.awaited(), outbox, is_trained=job.is_trained)

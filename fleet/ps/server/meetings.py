@@ -111,7 +111,7 @@ class Meetings:
             return []
         return [worker for worker in set(lacking) & self._come.keys() if self._come[worker].step == step - 1]
 
-    def behind(self, clocks: Mapping[int, int]) -> list[int]:
+    def overtaken(self, clocks: Mapping[int, int]) -> list[int]:
         """Return who has come without any values, and lacks a step that another one has pushed, as ``clocks`` tell: it
         can take that no more."""
         furthest = {

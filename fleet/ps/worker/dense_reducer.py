@@ -28,7 +28,12 @@ class LoneReducer:
     was_interrupted = is_taken_over = False
 
     def __init__(
-        self, types: ElementTypes, group: DenseGroup, on_round: Callable[[Round], None], words: int, asked: int
+        self,
+        types: ElementTypes,
+        group: DenseGroup,
+        on_round: Callable[[Round], None],
+        says: Callable[[], tuple[int, ...]],
+        asked: int,
     ) -> None:
         self._types = types
         self._group = group
@@ -36,7 +41,7 @@ class LoneReducer:
         self._marked = (False,) * asked
         self._number = group.number
         self.enabled = True
-        self.says: tuple[int, ...] = (0,) * words
+        self._says = says
 
     @property
     def is_outdated(self) -> bool:
@@ -45,7 +50,7 @@ class LoneReducer:
     def run(self, taking_part: bool) -> None:
         self._types.check()
         self._group.count_round()
-        self._on_round(Round((0,) if taking_part else (), (self.says,), self._marked))
+        self._on_round(Round((0,) if taking_part else (), (self._says(),), self._marked))
         self._group.advance()
 
     def check_watching(self) -> None:
@@ -65,14 +70,14 @@ class LastingReducer(Reducer):
         dtype: torch.dtype | None,
         on_round: Callable[[Round], None],
         turns: Turns,
-        words: int,
+        says: Callable[[], tuple[int, ...]],
         asked: Sequence[Callable[[], bool]],
         meet: Callable[..., bool],
     ) -> None:
         """``dtype`` is what gradients travel in, if not as they are. ``meet`` makes another group, and tells whether
         this worker has got from the others what this round, and the step it is of, would have brought."""
         averaging = Averaging(Flat(group), group.size, dtype, keeps=True)
-        super().__init__(params, names, types, group, averaging, on_round, turns, words, asked)
+        super().__init__(params, names, types, group, averaging, on_round, turns, says, asked)
         self._lasting = group
         self._meet = meet
         #: of the group whose buckets these are
@@ -179,7 +184,7 @@ class LastingReducer(Reducer):
 
     def _sum(self, gradients: Sequence[torch.Tensor | None]) -> None:
         group, params = self._lasting, len(self._params)
-        census = torch.zeros(group.size * (1 + len(self.says)) + params + len(self._asked))
+        census = torch.zeros(group.size * (1 + self._words) + params + len(self._asked))
         if self._taking_part:
             census[group.rank] = 1
             census[group.size : group.size + params] = torch.tensor([float(each is not None) for each in gradients])

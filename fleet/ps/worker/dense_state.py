@@ -4,7 +4,9 @@ and out of them."""
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Sequence
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -87,9 +89,9 @@ def _owner(described: Description, spec: ParamSpec) -> torch.optim.Optimizer:
     return described.optimizers[described.spec.groups[spec.group].optimizer]
 
 
-def hand_over(group: DenseGroup, described: Description, source: int, loads: int) -> int:
-    """Give all that lag behind the rank ``source`` what it has; the others have the same. ``loads`` is how often its
-    values have been replaced; return what that is for all now."""
+def hand_over(group: DenseGroup, described: Description, source: int, loads: int, *, takes: bool = True) -> int:
+    """Give all what the rank ``source`` has; who ``takes`` it not has the same, and may be in a backward that needs it
+    as it is. ``loads`` is how often its values have been replaced; return what that is for all now."""
     gives = group.rank == source
     told: list[dict[str, Any]] = []
     tensors: list[torch.Tensor] = []
@@ -100,7 +102,7 @@ def hand_over(group: DenseGroup, described: Description, source: int, loads: int
                 kind = {"shape": list(tensor.shape), "dtype": _name(tensor.dtype), "device": tensor.device.type}
                 tensors.append(tensor)
             told.append({**entry, **kind})
-    loads, told = _told(group, (loads, told), source)
+    loads, told = told_by(group, source, [loads, told])
     device = described.params[0].device if described.params else torch.device("cpu")
     if not gives:
         tensors = [
@@ -108,8 +110,9 @@ def hand_over(group: DenseGroup, described: Description, source: int, loads: int
             for each in told
             if "plain" not in each
         ]
-    group.broadcast([*described.params, *tensors], source)
-    if not gives:
+    params = described.params if gives or takes else [torch.empty_like(each) for each in described.params]
+    group.broadcast([*params, *tensors], source)
+    if takes and not gives:
         _take(described, told, tensors)
     return loads
 
@@ -125,8 +128,8 @@ def _take(described: Description, told: Sequence[dict[str, Any]], tensors: Seque
             set_state(owner, param, found[spec.name], set())
 
 
-def _told(group: DenseGroup, told: tuple[int, list[dict[str, Any]]], source: int) -> tuple[int, list[dict[str, Any]]]:
-    """Return what the rank ``source`` tells in words."""
+def told_by(group: DenseGroup, source: int, told: Any) -> Any:
+    """Return what the rank ``source`` has told, in JSON."""
     try:
         text = json.dumps(told).encode()
     except TypeError as error:
@@ -141,8 +144,56 @@ def _told(group: DenseGroup, told: tuple[int, list[dict[str, Any]]], source: int
     if group.rank != source:
         data = torch.empty(int(size), dtype=torch.uint8)
     group.broadcast([data], source)
-    loads, entries = json.loads(data.numpy().tobytes())
-    return loads, entries
+    return json.loads(data.numpy().tobytes())
+
+
+class DenseOptions:
+    """Reads and writes the options by which a worker's optimizers step on dense parameters: those that are plain."""
+
+    def __init__(self, described: Description) -> None:
+        spec, groups = described.spec, sorted({param.group for param in described.spec.params})
+        self._groups = [
+            (described.groups[index], [*described.optimizers[spec.groups[index].optimizer].defaults])
+            for index in groups
+        ]
+
+    def read(self) -> list[dict[str, Any]]:
+        return [
+            {name: value for name in names if (value := _plain(group.get(name))) is not None}
+            for group, names in self._groups
+        ]
+
+    @property
+    def digest(self) -> int:
+        """Return two bytes, never zero, that others are with other options."""
+        return 1 + zlib.crc32(repr(self.read()).encode()) % 0xFFFF
+
+    @contextmanager
+    def being(self, values: Sequence[Mapping[str, Any]]) -> Iterator[None]:
+        """Let these be the options of a step."""
+        own = self.read()
+        self._write(values)
+        try:
+            yield
+        finally:
+            self._write(own)
+
+    def _write(self, values: Sequence[Mapping[str, Any]]) -> None:
+        for (group, _), new in zip(self._groups, values, strict=True):
+            for name, value in new.items():
+                if isinstance(group.get(name), torch.Tensor):
+                    group[name].fill_(value)
+                else:
+                    group[name] = tuple(value) if isinstance(group.get(name), tuple) else value
+
+
+def _plain(value: Any) -> Any:
+    """Return an option as JSON has it; None where it is not that plain, or would have to come from a device."""
+    if isinstance(value, torch.Tensor):
+        return float(value) if value.numel() == 1 and value.is_cpu else None
+    if isinstance(value, tuple):
+        return list(value) if all(isinstance(each, int | float) for each in value) else None
+    return value if isinstance(value, int | float | str) else None
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -9,8 +9,9 @@ lost.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -24,15 +25,16 @@ from fleet.errors import FleetError, NonFiniteGradientError, StateError
 from fleet.nn.trainables import ElementTypes
 from fleet.ps.worker.dense_group import Comer, DenseGroup, GroupBrokenError
 from fleet.ps.worker.dense_reducer import LastingReducer, LoneReducer
-from fleet.ps.worker.dense_state import Piece, fill, hand_over, pieces
+from fleet.ps.worker.dense_state import DenseOptions, Piece, fill, hand_over, pieces, told_by
 from fleet.ps.worker.describe import Description
 from fleet.ps.worker.progress import Progress
 from fleet.ps.worker.row_agreement import has_gradient, is_infinite, mean_rows, set_rows, share_infinite
 from fleet.ps.worker.trained_model import TrainedModel
 
-#: What a worker says in a round: whether another group is to be made after it, in which step it is, as far as numbers
-#: in half precision tell, whether its values have replaced those of all, and whether it is ready for rounds of buckets.
-_WORDS, _STEPS_TOLD = 4, 32
+_log = logging.getLogger("fleet.worker")
+
+#: In half precision numbers are told apart up to this one.
+_STEPS_TOLD = 32
 
 #: What gradients may travel in.
 _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -64,6 +66,13 @@ class DenseTraining:
         self._dtype = None if wire_dtype is None else _HALF.get(wire_dtype)
         self._check_finite = check_finite
         self._reducer: LastingReducer | LoneReducer | None = None
+        self._options = DenseOptions(self._described)
+        #: which options the last step was taken with, as words tell; 0 before the first one here
+        self._options_used = 0
+        #: the rank whose options count where workers have others
+        self._leader: int | None = None
+        self._leading: list[dict[str, Any]] | None = None
+        self._is_told_of_options = False
         self._is_enabled = True
         #: how many steps the workers have taken together
         self._steps = 0
@@ -98,6 +107,7 @@ class DenseTraining:
         """Begin to watch the parameters that are trained now."""
         self._disarm()
         described = self._described
+        self._options = DenseOptions(described)
         trained = [
             (param, spec.name)
             for param, spec in zip(described.params, described.spec.params, strict=True)
@@ -117,7 +127,7 @@ class DenseTraining:
         asked = [partial(ask, weight) for ask in (has_gradient, is_infinite) for weight in self._weights]
         if self.group.size == 1:
             one_device(self._watched, names)  # as those ask who average
-            self._reducer = LoneReducer(types, self.group, self._after_round, _WORDS, len(asked))
+            self._reducer = LoneReducer(types, self.group, self._after_round, self._words, len(asked))
         else:
             self._reducer = LastingReducer(
                 self._watched,
@@ -127,12 +137,11 @@ class DenseTraining:
                 self._dtype,
                 self._after_round,
                 self._turns,
-                _WORDS,
+                self._words,
                 asked,
                 self._meet,
             )
         self._reducer.enabled = self._is_enabled
-        self._reducer.says = self._words(leaving=False)
 
     def _disarm(self) -> None:
         if self._reducer is not None:
@@ -156,8 +165,6 @@ class DenseTraining:
         ``in_backward``, which may need the model's buffers as they are, those come when that is through."""
         while True:
             step, self._is_ready = self._progress.completed, False
-            if self._reducer is not None:  # what it says of the group before is not true of this one
-                self._reducer.says = (*self._reducer.says[:-1], 0)
             comers = self.group.meet(step, self._steps, self._device, has_values=self._has_values)
             if in_a_step and len({(each.rounds, each.place) for each in comers}) != 1:
                 raise self._lost_in_a_step(f"workers that were not as far: {[each.worker for each in comers]}")
@@ -189,7 +196,7 @@ class DenseTraining:
                 "last leaves no such middle.",
             )
         if any(behind):
-            self._loads = hand_over(group, self._described, source, self._loads)
+            self._loads = hand_over(group, self._described, source, self._loads, takes=behind[group.rank])
         if self._model is not None:
             buffers = list(self._model.buffers())
             group.broadcast([each.clone() for each in buffers] if in_backward else buffers, source)
@@ -225,8 +232,6 @@ class DenseTraining:
                 with torch.no_grad():
                     param.copy_(values[spec.name])
         self._is_replaced = True
-        if self._reducer is not None:
-            self._reducer.says = self._words(leaving=False)
 
     def _after_round(self, done: Round) -> None:
         """Take over the buffers of the first worker that took part, as DistributedDataParallel does with worker 0's."""
@@ -244,6 +249,8 @@ class DenseTraining:
         group.has_buckets = all(said[3] for said in done.words)
         self._level_rows(done.marked)
         replaced = [rank for rank, said in enumerate(done.words) if said[2]]
+        if self._find_leader(done) and not replaced:
+            replaced = [done.workers[0]]  # the last step was taken with several, and values are not equal any more
         if replaced:
             self._is_replaced = False
             with self._in_a_step():
@@ -254,6 +261,14 @@ class DenseTraining:
                 group.broadcast(buffers, done.workers[0])
             except GroupBrokenError:  # they come with the next group
                 group.tell_broken(self._progress.completed)
+
+    def _find_leader(self, done: Round) -> bool:
+        """Find out whose options count, if those of workers differ. Say whether they have done so in a step that is
+        over."""
+        have = {done.words[rank][4:6] for rank in done.workers}
+        used = {done.words[rank][6:8] for rank in done.workers} - {(0, 0)}
+        self._leader = done.workers[0] if max(len(have), len(used)) > 1 else None
+        return len(used) > 1
 
     def _level_rows(self, marked: Sequence[bool]) -> None:
         """Let gradients of rows lead all workers to the same decisions: where others have some of a table this worker
@@ -281,6 +296,8 @@ class DenseTraining:
         if not has_averaged:
             reducer.check_watching()
             self._run_round(taking_part=True)  # nothing was averaged since the last step
+        if not reducer.is_taken_over:
+            self._agree_on_options()
         is_taken = not if_finite or self._is_finite()
         if is_taken and not reducer.is_taken_over:
             if self._check_finite:
@@ -292,7 +309,8 @@ class DenseTraining:
         """Take the step that was begun: ``update`` lets the wrapped optimizers step."""
         reducer = self._armed
         if update is not None and not reducer.is_taken_over:
-            with self._described.steps_without_tables():
+            with self._described.steps_without_tables(), self._with_leading_options():
+                self._options_used = self._options.digest
                 update()
         reducer.is_taken_over = False
         self._steps += not self._is_late
@@ -303,7 +321,30 @@ class DenseTraining:
         self._rounds_before = self.group.rounds
         self._is_ready = self.group.rounds_here > 0
         self._is_unaveraged = False
-        self._armed.says = self._words(leaving=False)
+
+    def _with_leading_options(self) -> AbstractContextManager[None]:
+        """Step with the options of the first worker that took part in the round, as servers would, where workers have
+        others."""
+        leading, self._leading = self._leading, None
+        return nullcontext() if leading is None else self._options.being(leading)
+
+    def _agree_on_options(self) -> None:
+        """Hear which options a step is to be taken with."""
+        self._leading = None
+        if self._leader is None:
+            return
+        own = self._options.read()
+        with self._in_a_step(), self.group.together("the options of a step"):
+            self._leading = told_by(self.group, self._leader, own)
+        if self._leading != own and not self._is_told_of_options:
+            self._is_told_of_options = True
+            _log.warning(
+                "worker %d, step %d: the options of the first worker's optimizers count, %s; here they are %s",
+                self._worker,
+                self._progress.taken + 1,
+                self._leading,
+                own,
+            )
 
     def _clip(self) -> None:
         """Clip the averaged gradient by its norm, rows' parts included, where the strategy says so."""
@@ -332,9 +373,13 @@ class DenseTraining:
             self.group.break_off()
             self._arm()
 
-    def _words(self, *, leaving: bool) -> tuple[int, int, int, int]:
-        step = self._steps % _STEPS_TOLD
-        return int(leaving or self.group.is_wanted), step, int(self._is_replaced), int(self._is_ready)
+    def _words(self) -> tuple[int, ...]:
+        """Return what this worker says in a round: whether another group is to be made after it, in which step it is,
+        as far as numbers in half precision tell, whether its values have replaced those of all, whether it is ready for
+        rounds of buckets, and in two bytes each which options its optimizers have, and had in the last step."""
+        is_last, step = self.group.is_leaving or self.group.is_wanted, self._steps % _STEPS_TOLD
+        said = int(is_last), step, int(self._is_replaced), int(self._is_ready)
+        return *said, *divmod(self._options.digest, 256), *divmod(self._options_used, 256)
 
     def _run_round(self, *, taking_part: bool) -> None:
         reducer = self._armed
@@ -410,7 +455,6 @@ class DenseTraining:
         is_between_steps = self.group.rounds == self._rounds_before
         if self.group.size > 1 and is_between_steps and not self.group.must_meet:
             self.group.say_farewell(self._progress.completed)
-            self._armed.says = self._words(leaving=True)
             with suppress(GroupBrokenError):  # who is left makes another one
                 self._run_round(taking_part=False)
         self.close()
