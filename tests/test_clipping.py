@@ -191,6 +191,7 @@ def test_whatever_happens_to_what_servers_are_told(strategy: Strategy, action: A
 
 
 @pytest.mark.parametrize("strategy", [SYNC, GBA], ids=["sync", "gba"])
+@pytest.mark.pairs(1)
 def test_servers_that_are_killed_give_the_same_bits(tmp_path: Path, strategy: Strategy) -> None:
     body = trains(strategy, "adagrad", lockstep=True)
     job = DyingJob(body, tmp_path, plan=every(4, 1), journal_bytes=1)

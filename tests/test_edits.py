@@ -537,6 +537,7 @@ class Interrupts:
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("first", [1, 12])
+@pytest.mark.pairs
 def test_an_interruption_anywhere_loses_no_edit(mode: str, first: int) -> None:
     """Every 23rd line is tried, from two places on. A step that was interrupted counts once, or not at all."""
     at, is_hit = first, True

@@ -267,6 +267,7 @@ def adds_up(made: Fleet, strategy: Strategy, steps: int) -> Any:
 
 
 @pytest.mark.parametrize(("kind", "server"), [("push", 0), ("push", 1), ("place", 1)])
+@pytest.mark.pairs(2)
 def test_a_worker_killed_in_the_midst_of_a_push_goes_on(kind: str, server: int) -> None:
     """One of two servers has not heard of its step; it takes that once more, and it counts once. The other worker has
     taken one step before, so it is this one that makes an update of two."""

@@ -162,6 +162,7 @@ def ended(process: Started, timeout_s: float = PROCESSES_S) -> tuple[int, str, s
     return process.returncode, out, err
 
 
+@pytest.mark.slow
 def test_the_quickstart_alone(processes: Processes, tmp_path: Path) -> None:
     code, out, err = ended(processes.start(QUICKSTART, cwd=tmp_path))
     assert code == 0, err

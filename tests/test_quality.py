@@ -62,6 +62,7 @@ def test_compensation_pays_where_gradients_are_stale() -> None:
         assert max(constant, adaptive) < 0.8 * plain
 
 
+@pytest.mark.slow
 def test_with_one_worker_there_is_nothing_to_compensate() -> None:
     task = Digits()
     assert task.train(1, Trial(0.1), 0, updates=50) == task.train(1, Trial(0.1, 30.0), 0, updates=50)

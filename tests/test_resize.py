@@ -783,7 +783,7 @@ def test_every_update_counts_once_where_workers_share_no_steps(optimizers: str, 
 @pytest.mark.parametrize("kind", ["halt", "fill", "switch", "hello", "push", "pull"])
 @pytest.mark.parametrize("action", [Action.DROP_REQUEST, Action.DROP_REPLY, Action.DUPLICATE])
 @pytest.mark.parametrize("mode", ALL_MODES)
-@pytest.mark.pairs
+@pytest.mark.pairs(6)
 def test_no_message_has_to_arrive_the_first_time_where_workers_share_no_steps(
     mode: str, action: Action, kind: str
 ) -> None:
@@ -1008,7 +1008,7 @@ def test_a_push_that_waits_for_others_moves_to_the_bit(what: str, optimizers: st
         ("auto, gba", "place", 1),
     ],
 )
-@pytest.mark.pairs(3)
+@pytest.mark.pairs(2)
 def test_a_server_takes_what_others_have_before_it_moves(
     mode: str, kind: str, server: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1222,7 +1222,7 @@ def test_what_a_job_takes_along(what: str, move: str, asks: bool) -> None:
 
 @pytest.mark.parametrize("mode", [None, "async"])
 @pytest.mark.parametrize("then", [[[1, 2]], [[2, 3]], [[1, 2], [2, 3, 4]]], ids=["one stays", "all leave", "two moves"])
-@pytest.mark.pairs(2)
+@pytest.mark.pairs(1)
 def test_a_worker_that_computes_for_long_while_others_move_lives(then: list[list[int]], mode: str | None) -> None:
     """Longer than servers wait for a worker that is silent; nobody there has heard of it since the job moved."""
     moved, idle = threading.Event(), 2.5 * float(SOON["FLAGS_rpc_deadline"]) / 1000
@@ -1771,7 +1771,7 @@ def test_durable_servers_that_are_killed_at_any_message_of_a_move(
     "mode", [None, "async", "gba", *(pytest.param(each, marks=pytest.mark.slow) for each in GIVEN)]
 )
 @pytest.mark.parametrize("journal_bytes", [1, 2000, 1 << 30])
-@pytest.mark.pairs
+@pytest.mark.pairs(2)
 def test_servers_that_a_job_has_moved_to_keep_it(tmp_path: Path, journal_bytes: int, mode: str | None) -> None:
     """They are killed again and again, with their own list or that which the job had at first."""
     moments = itertools.cycle(MOMENTS)
@@ -1847,6 +1847,7 @@ def test_a_durable_server_that_is_killed_beside_a_copy_holds_nothing_up(tmp_path
 
 
 @pytest.mark.parametrize("then", [[0, 2], [2, 3]], ids=["the first stays", "all leave"])
+@pytest.mark.pairs(1)
 def test_a_durable_server_that_was_not_told_asks_the_others(tmp_path: Path, then: list[int]) -> None:
     """It is killed whenever somebody tells it that the job has moved."""
     job = DyingJob(

@@ -247,7 +247,7 @@ def test_a_process_alone_does_the_same() -> None:
     torch.testing.assert_close(seen, model.seen())
 
 
-@pytest.mark.pairs
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize(("journal_bytes", "nth"), [(1, 7), (2000, 4), (1 << 30, 4)])
 @pytest.mark.parametrize("rules", ["weights", "those not seen for long"])
 def test_servers_that_are_killed_forget_the_same_rows(
