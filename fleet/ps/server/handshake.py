@@ -198,13 +198,12 @@ class Handshake:
 
     def _welcome(self, job: Job, arrival: Arrival) -> None:
         worker = arrival.worker
-        alone = self._steps_taken_alone(job, worker)
         arrival.answer(
             pb.Reply(
                 version=job.rounds.gate.version,
                 initialized=job.initialized or self._initialization.is_complete,
-                delivered=job.rounds.gate.delivered(worker) - alone,
-                steps=job.steps_of(worker) - alone,
+                delivered=job.rounds.gate.delivered(worker),
+                steps=job.steps_of(worker),
                 loads=job.progress.loads,
                 moves=len(job.moves.past),
                 gathered=job.reductions.decided(worker),  # nothing of one that is about to leave
@@ -212,13 +211,3 @@ class Handshake:
                 cuts=job.cuts,
             )
         )
-
-    @staticmethod
-    def _steps_taken_alone(job: Job, worker: int) -> int:
-        """Return how many steps have been pushed by this worker alone of those that average dense gradients together:
-        where it has none of the values any more it takes them once more, as the others do."""
-        gate = job.rounds.gate
-        others = [clock for other, clock in gate.clocks.items() if other != worker]
-        if not (others and job.policy.waits_for_others and job.plans.current.spec.settings.has_dense_on_workers):
-            return 0
-        return max(0, gate.delivered(worker) - max(others))

@@ -139,6 +139,7 @@ class Meetings:
             {
                 "worker": worker,
                 "address": each.meet.address,
+                "step": each.step,
                 "rounds": each.meet.rounds,
                 "place": each.waiting.told[1],
                 "steps": each.meet.steps,

@@ -64,11 +64,13 @@ class GroupBrokenError(Exception):
 
 @dataclass(frozen=True)
 class Comer:
-    """Says who has come to a meeting: a worker's index, how many rounds are over for it, how much it has done together
-    with others in its last group, how many steps it has taken, and whether it has the values that the workers train."""
+    """Says who has come to a meeting: a worker's index, how many of its pushes the servers have, how many rounds are
+    over for it, how much it has done together with others in its last group, how many steps it has taken, and whether
+    it has the values that the workers train."""
 
     worker: int
     address: str
+    step: int
     rounds: int
     place: int
     steps: int

@@ -171,6 +171,8 @@ class DenseTraining:
             if not comers:
                 self._is_late = True
                 return True
+            if not self._has_values:
+                self._progress.join_in([each.step for each in comers if each.has_values])
             try:
                 with self.group.together("the values to go on from"):
                     return self._level(comers, in_backward=in_backward)

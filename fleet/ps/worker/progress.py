@@ -102,6 +102,14 @@ class Progress:
             self.completed -= resumed.ahead
             self.steps = self.taken = self.went_on_at = resumed.step
 
+    def join_in(self, others: Sequence[int]) -> None:
+        """Take a step once more that the ``others``, of whom the servers have so many pushes, are yet to take. The
+        servers, which have this worker's, count it once."""
+        ahead = self.completed - max(others, default=self.completed)
+        if self._policy.waits_for_others and ahead > 0:
+            self.completed -= ahead
+            self.steps = self.taken = self.went_on_at = max(0, self.steps - ahead)
+
     def miss_step(self) -> None:
         """Go on after the next step, in which this process has no part."""
         self.taken += 1

@@ -208,7 +208,9 @@ class WorkerRuntime:
                 self.cuts.settle()
             if self.assignment.index == 0:
                 initialize(self.connections, trained, answers)
-            self.following(lambda: self._begin_from(self._values.fetch("initial parameters")))
+            # Others that are yet to take the step that this worker has pushed already may wait for it to join them.
+            back = -1 if self._dense is not None else 0
+            self.following(lambda: self._begin_from(self._values.fetch("initial parameters", more_steps=back)))
             if self._dense is not None:
                 self._dense.start(self._miss_step)
 

@@ -131,8 +131,9 @@ class DenseValues:
         self.kept: dict[int, Elements] = {}
         self._written: list[Flat] | None = None
 
-    def fetch(self, what: str, at_once: int | None = None) -> list[Frame]:
-        pull = pb.Pull(version=self._progress.version_needed(), dense=True)
+    def fetch(self, what: str, at_once: int | None = None, *, more_steps: int = 0) -> list[Frame]:
+        """Ask for the values after what this worker has pushed, or so many ``more_steps``."""
+        pull = pb.Pull(version=max(0, self._progress.version_needed(more_steps)), dense=True)
         return self._connections.ask(what, at_once, pull=pull)
 
     def fetch_behind(self, at_once: int) -> list[Frame]:
