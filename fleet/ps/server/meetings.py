@@ -112,14 +112,11 @@ class Meetings:
         return [worker for worker in set(lacking) & self._come.keys() if self._come[worker].step == step - 1]
 
     def overtaken(self, clocks: Mapping[int, int]) -> list[int]:
-        """Return who has come without any values, and lacks a step that another one has pushed, as ``clocks`` tell: it
-        can take that no more."""
-        furthest = {
-            worker: max((clock for other, clock in clocks.items() if other != worker), default=0)
-            for worker, come in self._come.items()
-            if not come.meet.has_values
-        }
-        return [worker for worker, clock in furthest.items() if self._come[worker].step < clock]
+        """Return who has come without any values, and lacks a step that another one has pushed who may have some, as
+        ``clocks`` tell: it can take that no more."""
+        without = {worker: come.step for worker, come in self._come.items() if not come.meet.has_values}
+        furthest = max((clock for worker, clock in clocks.items() if worker not in without), default=0)
+        return [worker for worker, step in without.items() if step < furthest]
 
     def send_on(self, workers: Collection[int], outbox: Outbox) -> None:
         """Send these on to their next push, after which they come again."""

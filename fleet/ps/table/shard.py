@@ -109,6 +109,11 @@ class Contribution:
     own_s: float = -1.0
     sent_at: float = 0.0
 
+    @property
+    def brings_any(self) -> bool:
+        """Say whether there is any gradient in it, on this server or on another one."""
+        return bool(self.used) or any(self.dense[0])
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -333,7 +338,8 @@ class Shard:
         divisor = len(contributions) if divisor is None else divisor
         if self.compensation is not None:
             contributions = [self._compensated(each, self.compensation) for each in contributions]
-        first = contributions[0]
+        # One that brings nothing has no say.
+        first = next((each for each in contributions if each.brings_any), contributions[0])
         if first.options != self._options_text:
             self._options, self._options_text = self.check_options(self.plan, first.options), first.options
         self.dense.apply([c.dense for c in contributions], divisor, self._options)
