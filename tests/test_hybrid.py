@@ -613,6 +613,128 @@ def test_the_first_worker_has_the_say_of_options(
         assert_close(one, run_job(body("servers"), 2)[0])
 
 
+# --- Which parameters are trained -------------------------------------------------------------------------------------
+
+
+def freeze(optimizer: Any, model: Net, step: int, worker: int, how: str) -> None:
+    """Train other layers from this step on."""
+    first, last = model.dense[0], model.dense[2]
+    if how.startswith("unfrozen"):
+        first.requires_grad_(step >= 3)
+    elif how == "in turns":
+        first.requires_grad_(step % 2 == 0)
+        last.requires_grad_(step % 2 == 1)
+    elif how == "all of them now and then":
+        model.dense.requires_grad_(step not in (2, 4))
+    elif how == "others on each worker":
+        (first if worker else last).requires_grad_(False)
+    elif how == "others on each worker from a step on" and step >= 2:
+        (last if worker else first).requires_grad_(step == 4)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize(
+    ("how", "options"),
+    [
+        pytest.param("unfrozen", {}, id="unfrozen"),
+        pytest.param("unfrozen, in two backwards", {}, id="unfrozen, in two backwards"),
+        pytest.param("unfrozen", {"max_grad_norm": 0.05}, id="unfrozen, clipped"),
+        pytest.param("in turns", {}, id="in turns"),
+        pytest.param("all of them now and then", {}, id="all of them now and then"),
+        pytest.param("others on each worker", {}, id="others on each worker"),
+        pytest.param("others on each worker from a step on", {}, id="others on each worker from a step on"),
+    ],
+)
+def test_layers_may_be_frozen_and_trained_again(net: Net, workers: int, how: str, options: dict[str, float]) -> None:
+    """As on servers, whoever freezes which; what is unfrozen takes part from the same backward on."""
+
+    def make(model: torch.nn.Module) -> Any:
+        model.dense[1].requires_grad_(False)
+        if how.startswith("unfrozen"):
+            model.dense[0].requires_grad_(False)
+        return torch.optim.SGD(model.parameters(), 0.1)
+
+    def train(optimizer: Any, model: Net, worker: int) -> None:
+        for step in range(STEPS):
+            freeze(optimizer, model, step, worker, how)
+            optimizer.zero_grad()
+            for again in range(2 if "two" in how else 1):
+                model.loss(step, worker + again).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+
+    check(*hybrid_and_servers(net, make, workers, 1, train, **options))
+
+
+@pytest.mark.parametrize("unfreezes", ["once", "from then on"])
+def test_one_that_starts_again_has_other_layers_frozen(net: Net, unfreezes: str) -> None:
+    """A script unfreezes layers in the midst of its training, and freezes them again where it begins."""
+    began = list[int]()
+
+    def train(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
+        model = copy.deepcopy(net)
+        model.dense[0].requires_grad_(False)
+        plain = torch.optim.Adam(model.parameters(), 0.05)
+        optimizer = fleet_.distributed_optimizer(plain, sync(dense="all_reduce"), model=model)
+        fleet_.init_worker()
+        dies = worker == 1 and not began
+        if worker == 1:
+            began.append(fleet_.resume_step())
+        for step in range(fleet_.resume_step(), STEPS):
+            if step == 2 or (unfreezes != "once" and step > 2):
+                model.dense[0].requires_grad_(True)
+            if dies and step == 4:
+                leave(fleet_)
+                return again()
+            optimizer.minimize(model.loss(step, worker))
+        fleet_.barrier_worker()
+        return model.seen()
+
+    def again() -> list[torch.Tensor]:
+        fleet_ = Fleet(environ=SOON, network=job.network)
+        fleet_.init(UserDefinedRoleMaker(1, Role.WORKER, 2, job.endpoints))
+        seen = train(fleet_, 1)
+        fleet_.stop_worker()
+        return seen
+
+    job = Job(train, 2, 2, environ=SOON)
+    job.join(job.start())
+    assert not [(name, error) for name, error in job.errors.items() if name != "worker 1"]  # which never said goodbye
+    assert began == [0, 4]
+    assert all(torch.equal(a, b) for a, b in zip(job.results[0], job.results[1], strict=True)), (
+        "the same bits everywhere"
+    )
+
+
+@pytest.mark.parametrize("where", ["the wrapped optimizer", "the other one, between backward and step"])
+def test_those_that_join_after_a_backward_are_averaged_too(net: Net, where: str) -> None:
+    def body(dense: str) -> Callable[[Fleet, int], list[torch.Tensor]]:
+        def run(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
+            model, late = copy.deepcopy(net), torch.nn.Linear(4, 1)
+            torch.nn.init.constant_(late.weight, 0.5)
+            torch.nn.init.zeros_(late.bias)
+            plain = torch.optim.SGD(model.parameters(), 0.1)
+            optimizer = fleet_.distributed_optimizer(plain, sync(dense=dense), model=model)
+            fleet_.init_worker()
+            group = {"params": list(late.parameters())}
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                loss = model.loss(step, worker)
+                if step >= 2:
+                    loss = loss + (late(model.dense[0].weight).square().mean() * (worker + 1))
+                if step == 2 and where.startswith("the wrapped"):
+                    plain.add_param_group(group)
+                loss.backward()  # type: ignore[no-untyped-call]
+                if step == 2 and not where.startswith("the wrapped"):
+                    optimizer.add_param_group(group)
+                optimizer.step()
+            fleet_.barrier_worker()
+            return [*model.seen(), *(each.detach().clone() for each in late.parameters())]
+
+        return run
+
+    check(run_job(body("all_reduce"), 2), run_job(body("servers"), 2))
+
+
 def test_parameters_that_join(net: Net) -> None:
     def train(optimizer: Any, model: Net, worker: int) -> None:
         for step in range(STEPS):

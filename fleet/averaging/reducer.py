@@ -110,7 +110,7 @@ class Reducer:
     def check_watching(self) -> None:
         """Refuse a parameter that was converted and back: torch has then replaced what its gradients arrive at."""
         for param, name, node in zip(self._params, self._names, self._nodes, strict=True):
-            if _accumulator(param) is not node:
+            if param.requires_grad and _accumulator(param) is not node:
                 raise UnsupportedError(
                     f"{name!r} was converted in a running job, and back: its gradients would no longer be averaged",
                     todo="Convert a copy: copy.deepcopy(model).",
@@ -205,7 +205,8 @@ class Reducer:
 
     def _say(self, census: torch.Tensor) -> None:
         """Fill in what stands behind the parameters' marks."""
-        first, words = self._group.size + len(self._params), self._words
+        words = self._words
+        first = len(census) - self._group.size * words - len(self._asked)
         stop = first + len(self._asked)
         if self._taking_part:
             census[first:stop] = torch.tensor([float(ask()) for ask in self._asked])
@@ -216,19 +217,20 @@ class Reducer:
         assert self._census.grad is not None
         # Beside the gradients the census is averaged as they are.
         counted = self._census.grad.tolist()
-        done = self._settle(counted, self._group.size if self._device.type == "cpu" else 1)
+        done = self._settle(counted, self._group.size if self._device.type == "cpu" else 1, self._params)
         if not self._is_settled:
             # Buckets in the order in which gradients came on worker 0; the census, which came last, in the last one.
             self._group.at_once(self._reducer._rebuild_buckets)
             self._is_settled = True
         self._end_round(done)
 
-    def _settle(self, counted: Sequence[float], divided_by: int) -> Round:
-        """Read the census, which may have been divided, and correct the gradients where not all was there."""
-        size, params = self._group.size, len(self._params)
+    def _settle(self, counted: Sequence[float], divided_by: int, of: Sequence[torch.nn.Parameter]) -> Round:
+        """Read the census of these parameters, which may have been divided, and correct the gradients where not all was
+        there."""
+        size, params = self._group.size, len(of)
         workers = tuple(rank for rank in range(size) if counted[rank] > 0)
         if min(counted[: size + params]) <= 0:
-            self._correct(counted[size : size + params], len(workers))
+            self._correct(of, counted[size : size + params], len(workers))
         stop, words = size + params + len(self._asked), self._words
         said = [round(each * divided_by) for each in counted[stop:]]
         return Round(
@@ -246,11 +248,11 @@ class Reducer:
     def _leave_round(self) -> None:
         self._is_in_round = False
 
-    def _correct(self, marks: Sequence[float], workers: int) -> None:
+    def _correct(self, of: Sequence[torch.nn.Parameter], marks: Sequence[float], workers: int) -> None:
         """Drop the gradients of parameters that no worker has one for, and divide by the number of those who took
         part."""
         present = []
-        for param, mark in zip(self._params, marks, strict=True):
+        for param, mark in zip(of, marks, strict=True):
             if mark > 0 and param.grad is not None:
                 present.append(param.grad)
             else:

@@ -5,10 +5,15 @@ is a copy, so that the gradients of this worker are still there. That round, and
 all gradients in the order of the parameters, when the backward is through. The workers of a new group may be at the end
 of a backward, before one, or just have come, and a plain round is the same for all of them. After its step each of them
 makes a new reducer, and says so in the next round. When all have, gradients leave while backward runs.
+
+A plain round is of all parameters there are, of which those travel that any worker has a gradient of. Buckets are of
+those that required one when the reducer was made. Where these differ between workers rounds stay plain, and where more
+have a gradient than a round of buckets was of, a plain one follows it in the same backward, and then other reducers.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -25,7 +30,9 @@ from fleet.ps.worker.dense_group import DenseGroup, GroupBrokenError
 class LoneReducer:
     """Stands where there is no other worker to average with: a round changes no gradient, and is as long as a step."""
 
-    was_interrupted = is_taken_over = False
+    was_interrupted = is_taken_over = lacks_some = False
+    is_fresh = True
+    watched = 0
 
     def __init__(
         self,
@@ -64,6 +71,7 @@ class LastingReducer(Reducer):
     def __init__(
         self,
         params: Sequence[torch.nn.Parameter],
+        every: Sequence[torch.nn.Parameter],
         names: Sequence[str],
         types: ElementTypes,
         group: DenseGroup,
@@ -74,11 +82,17 @@ class LastingReducer(Reducer):
         asked: Sequence[Callable[[], bool]],
         meet: Callable[..., bool],
     ) -> None:
-        """``dtype`` is what gradients travel in, if not as they are. ``meet`` makes another group, and tells whether
+        """Watch ``params``, which require a gradient, of ``every`` one that may have one in a round, on any worker.
+        ``dtype`` is what gradients travel in, if not as they are. ``meet`` makes another group, and tells whether
         this worker has got from the others what this round, and the step it is of, would have brought."""
         averaging = Averaging(Flat(group), group.size, dtype, keeps=True)
         super().__init__(params, names, types, group, averaging, on_round, turns, says, asked)
         self._lasting = group
+        self._every = every
+        watched = {id(param) for param in params}
+        self._others = [param for param in every if id(param) not in watched]
+        #: which parameters these are, in two bytes
+        self.watched = zlib.crc32(bytes(id(param) in watched for param in every)) % (1 << 16)
         self._meet = meet
         #: of the group whose buckets these are
         self._number = group.number
@@ -90,6 +104,16 @@ class LastingReducer(Reducer):
     def is_outdated(self) -> bool:
         """Say whether gradients could leave earlier with another reducer."""
         return self._number != self._lasting.number
+
+    @property
+    def lacks_some(self) -> bool:
+        """Say whether a parameter has a gradient, or will have, that is in no bucket."""
+        return any(param.requires_grad or param.grad is not None for param in self._others)
+
+    @property
+    def is_fresh(self) -> bool:
+        """Say whether no round of buckets has been in it, and it has all parameters that require a gradient."""
+        return not self._is_settled and not any(param.requires_grad for param in self._others)
 
     def close(self) -> None:
         self._lasting.is_unfinished |= self._is_open
@@ -133,7 +157,7 @@ class LastingReducer(Reducer):
             return
         self._is_open = False
         if not self.is_taken_over:
-            self._average_plainly([param.grad for param in self._params])
+            self._average_plainly(self._gradients())
         self._engine.queue_callback(self._finish)
 
     def _complete(self, counting: dist.Work | None) -> None:
@@ -154,16 +178,21 @@ class LastingReducer(Reducer):
         if self._lasting.is_leaving:
             raise GroupBrokenError("the group broke in this worker's last round")
         if not self._meet_again():
-            self._average_plainly([own[id(param)] if self._has(param) else None for param in self._params])
+            self._average_plainly(
+                [
+                    None if gradient is None else own.get(id(param), gradient)
+                    for param, gradient in zip(self._every, self._gradients(), strict=True)
+                ]
+            )
         if not self.is_taken_over:
-            for param, (average, mark) in zip(self._params, self._averages, strict=True):
-                if mark > 0:
+            for param, average in zip(self._every, self._averages, strict=True):
+                if average is not None and id(param) in own:
                     own[id(param)].copy_(average.view_as(param))
         for future, bucket, _ in self._pending:
             future.set_result(bucket.buffer())
 
-    def _has(self, param: torch.nn.Parameter) -> bool:
-        return self._taking_part and param.grad is not None
+    def _gradients(self) -> list[torch.Tensor | None]:
+        return [param.grad if self._taking_part else None for param in self._every]
 
     def _meet_again(self) -> bool:
         self.is_taken_over = self._meet()
@@ -183,35 +212,35 @@ class LastingReducer(Reducer):
                     return
 
     def _sum(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        group, params = self._lasting, len(self._params)
+        group, params = self._lasting, len(self._every)
         census = torch.zeros(group.size * (1 + self._words) + params + len(self._asked))
         if self._taking_part:
             census[group.rank] = 1
             census[group.size : group.size + params] = torch.tensor([float(each is not None) for each in gradients])
         self._say(census)
-        flats: dict[torch.dtype, tuple[list[int], torch.Tensor]] = {}
-        by_dtype: dict[torch.dtype, list[int]] = {}
-        for index, param in enumerate(self._params):
-            by_dtype.setdefault(param.dtype, []).append(index)
-        for dtype, indices in by_dtype.items():
+        group.finish(group.begin(lambda: group.control.allreduce([census])), census.device)
+        self._counted = census.tolist()
+        marks = self._counted[group.size : group.size + params]
+        alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for index, param in enumerate(self._every):
+            if marks[index] > 0:
+                alike.setdefault((param.dtype, param.device), []).append(index)
+        flats: list[tuple[list[int], torch.Tensor]] = []
+        for indices in alike.values():
             pieces = [
-                torch.zeros_like(self._params[index]).reshape(-1) if gradient is None else gradient.reshape(-1)
+                torch.zeros_like(self._every[index]).reshape(-1) if gradient is None else gradient.reshape(-1)
                 for index in indices
                 for gradient in (gradients[index],)
             ]
-            flats[dtype] = indices, torch.cat(pieces).div_(group.size)
-        works = [group.begin(lambda flat=flat: group.everyone.allreduce([flat])) for _, flat in flats.values()]  # type: ignore[misc]
-        counting = group.begin(lambda: group.control.allreduce([census]))
-        for work, (_, flat) in zip(works, flats.values(), strict=True):
+            flats.append((indices, torch.cat(pieces).div_(group.size)))
+        works = [group.begin(lambda flat=flat: group.everyone.allreduce([flat])) for _, flat in flats]  # type: ignore[misc]
+        for work, (_, flat) in zip(works, flats, strict=True):
             group.finish(work, flat.device)
-        group.finish(counting, census.device)
-        self._counted = census.tolist()
         averages: dict[int, torch.Tensor] = {}
-        for indices, flat in flats.values():
-            sizes = [self._params[index].numel() for index in indices]
+        for indices, flat in flats:
+            sizes = [self._every[index].numel() for index in indices]
             averages |= dict(zip(indices, flat.split_with_sizes(sizes), strict=True))
-        marks = self._counted[group.size : group.size + params]
-        self._averages = [(averages[index], marks[index]) for index in range(params)]
+        self._averages = [averages.get(index) for index in range(params)]
 
     @torch.no_grad()
     def _finish(self) -> None:
@@ -221,23 +250,28 @@ class LastingReducer(Reducer):
             except GroupBrokenError:  # in agreeing on the next round's buckets: this round is over
                 self._lasting.is_over = True
                 self._end_round(self._done)
-            return
+            if self._lasting.has_buckets:
+                return
+            self._is_plain = True
+            self._average_plainly(self._gradients())
         if self.is_taken_over:
             self._on_round(Round(()))
             super()._leave_round()
             return
-        for param, (average, mark) in zip(self._params, self._averages, strict=True):
-            if mark > 0 and param.grad is None:
+        for param, average in zip(self._every, self._averages, strict=True):
+            if average is not None and param.grad is None:
                 param.grad = average.view_as(param).clone()
-            elif mark > 0 and param.grad is not None:
+            elif average is not None and param.grad is not None:
                 param.grad.copy_(average.view_as(param))
         self._averages = []
-        self._end_round(self._settle(self._counted, 1))
+        self._end_round(self._settle(self._counted, 1, self._every))
 
     def _leave_round(self) -> None:
-        super()._leave_round()
+        # Where some worker has a gradient that was in no bucket all average once more, and everything.
+        if self._is_plain or self._lasting.has_buckets:
+            super()._leave_round()
         self._lasting.advance()
 
-    def _settle(self, counted: Sequence[float], divided_by: int) -> Round:
-        self._done = super()._settle(counted, divided_by)
+    def _settle(self, counted: Sequence[float], divided_by: int, of: Sequence[torch.nn.Parameter]) -> Round:
+        self._done = super()._settle(counted, divided_by, of)
         return self._done

@@ -113,7 +113,7 @@ class DenseTraining:
             for param, spec in zip(described.params, described.spec.params, strict=True)
             if param.requires_grad
         ]
-        self._watched = [param for param, _ in trained]
+        watched = [param for param, _ in trained]
         modules = () if self._model is None else self._model.modules()
         self._buffered = [module for module in modules if any(True for _ in module.buffers(recurse=False))]
         if not trained:
@@ -122,15 +122,16 @@ class DenseTraining:
                 todo="Leave dense at 'servers': there is nothing to average among the workers.",
             )
         names = [name for _, name in trained]
-        types = ElementTypes(self._watched, names, [param.dtype for param in self._watched])
+        types = ElementTypes(watched, names, [param.dtype for param in watched])
         self._weights = [handle.weight for handle in described.handles]
         asked = [partial(ask, weight) for ask in (has_gradient, is_infinite) for weight in self._weights]
         if self.group.size == 1:
-            one_device(self._watched, names)  # as those ask who average
+            one_device(watched, names)  # as those ask who average
             self._reducer = LoneReducer(types, self.group, self._after_round, self._words, len(asked))
         else:
             self._reducer = LastingReducer(
-                self._watched,
+                watched,
+                described.params,
                 names,
                 types,
                 self.group,
@@ -248,7 +249,7 @@ class DenseTraining:
                 todo="Let every worker go backward as often in a step; those beyond the last belong into no_sync().",
             )
         group.is_over = group.is_over or any(said[0] for said in done.words)
-        group.has_buckets = all(said[3] for said in done.words)
+        group.has_buckets = all(said[3] for said in done.words) and len({said[8:] for said in done.words}) == 1
         self._level_rows(done.marked)
         replaced = [rank for rank, said in enumerate(done.words) if said[2]]
         if self._find_leader(done) and not replaced:
@@ -352,15 +353,20 @@ class DenseTraining:
         """Clip the averaged gradient by its norm, rows' parts included, where the strategy says so."""
         most = self._trained.plan.spec.settings.max_grad_norm
         if most:
-            torch.nn.utils.clip_grad_norm_([*self._watched, *self._weights], most)
+            torch.nn.utils.clip_grad_norm_([*self._described.params, *self._weights], most)
 
     def end_step(self) -> None:
         """Make another group if it is time for one, when the step is through."""
         group = self.group
         if group.must_meet:
             self._meet()
+        reducer = self._armed
         # The first round of a group is alike for all, whatever reducer they have, but one that knows of nobody else.
-        if self._armed.is_outdated and (group.rounds_here > 0 or self._is_armed_alone):
+        if reducer.is_outdated:
+            is_due = group.rounds_here > 0 or self._is_armed_alone
+        else:
+            is_due = not (group.has_buckets or reducer.is_fresh)  # all leave buckets, and come to others, together
+        if is_due:
             self._arm()
         self._be_between_steps()
         self._is_ending = False
@@ -378,10 +384,14 @@ class DenseTraining:
     def _words(self) -> tuple[int, ...]:
         """Return what this worker says in a round: whether another group is to be made after it, in which step it is,
         as far as numbers in half precision tell, whether its values have replaced those of all, whether it is ready for
-        rounds of buckets, and in two bytes each which options its optimizers have, and had in the last step."""
+        rounds of buckets, and in two bytes each which options its optimizers have, and had in the last step, and which
+        parameters are in its buckets."""
         is_last, step = self.group.is_leaving or self.group.is_wanted, self._steps % _STEPS_TOLD
-        said = int(is_last), step, int(self._is_replaced), int(self._is_ready)
-        return *said, *divmod(self._options.digest, 256), *divmod(self._options_used, 256)
+        reducer = self._reducer
+        is_ready = self._is_ready and reducer is not None and not reducer.lacks_some
+        said = int(is_last), step, int(self._is_replaced), int(is_ready)
+        told = self._options.digest, self._options_used, 0 if reducer is None else reducer.watched
+        return *said, *(byte for each in told for byte in divmod(each, 256))
 
     def _run_round(self, *, taking_part: bool) -> None:
         reducer = self._armed
@@ -446,6 +456,8 @@ class DenseTraining:
         with self._in_a_step(), self.group.together("the values of parameters that join"):
             self.group.broadcast(self._described.params[known:], 0)
         self._arm()
+        if self.group.rounds != self._rounds_before:
+            self._run_round(taking_part=True)  # what this step has averaged lacks their gradients
 
     # ---------------------------------------------------------------- the end
 
