@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from harness import PATIENT, SOON, Job, assert_close, run_job, until, values
@@ -611,6 +612,121 @@ def test_the_first_worker_has_the_say_of_options(
     assert caplog.text.count("the options of the first worker's optimizers count") == (when != "once")
     if mode == "sync" and when in ("from the first step on", "in a schedule"):
         assert_close(one, run_job(body("servers"), 2)[0])
+
+
+def two_tensors(*values: float) -> tuple[torch.Tensor, ...]:
+    return tuple(map(torch.tensor, values))
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "other"),
+    [
+        pytest.param(torch.optim.SGD, {"lr": np.float32(0.05)}, {"lr": np.float32(0.5)}, id="numpy's number"),
+        pytest.param(torch.optim.Adam, {"lr": torch.tensor(0.05)}, {"lr": 0.5}, id="a tensor, and a number"),
+        pytest.param(torch.optim.Adam, {"lr": 0.05}, {"lr": torch.tensor(0.5)}, id="a number, and a tensor"),
+        pytest.param(
+            torch.optim.Adam,
+            {"betas": two_tensors(0.9, 0.99), "foreach": False},
+            {"betas": two_tensors(0.5, 0.6), "foreach": False},
+            id="tensors in a pair",
+        ),
+        pytest.param(torch.optim.Adafactor, {"eps": (None, 0.001)}, {"eps": (0.1, 0.1)}, id="none in a pair"),
+        pytest.param(torch.optim.Adam, {"foreach": None}, {"foreach": True}, id="none"),
+    ],
+)
+def test_options_of_every_kind_are_the_first_worker_s(
+    net: Net, kind: Any, first: dict[str, Any], other: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each finds its own, the same objects, after the step."""
+
+    def body(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
+        model = copy.deepcopy(net.dense)
+        plain = kind(model.parameters(), **(other if worker else first))
+        group = plain.param_groups[0]
+        optimizer = fleet_.distributed_optimizer(plain, sync(dense="all_reduce"), model=model)
+        fleet_.init_worker()
+        before, said = dict(group), repr({**group, "params": []})
+        for step in range(STEPS):
+            generator = torch.Generator().manual_seed(step * 10 + worker)
+            optimizer.minimize(model(torch.rand(8, 4, generator=generator)).square().mean())
+        assert all(group[name] is value for name, value in before.items())
+        assert repr({**group, "params": []}) == said
+        fleet_.barrier_worker()
+        return [each.detach().clone() for each in model.parameters()]
+
+    one, two = run_job(body, 2)
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True)), "the same bits on both"
+    assert caplog.text.count("the options of the first worker's optimizers count") == 1
+
+
+class Counting(torch.optim.Optimizer):
+    """Counts its steps in its groups, as classes that need no schedule do, and steps by that."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "taken": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["taken"] += 1
+            for param in group["params"]:
+                if param.grad is not None:
+                    param -= param.grad * group["lr"] * group["taken"]
+
+
+def halving(params: Any, lr: float) -> torch.optim.Optimizer:
+    """An optimizer whose schedule is a hook of its steps."""
+    plain = torch.optim.SGD(params, lr)
+
+    def halve(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        optimizer.param_groups[0]["lr"] *= 0.5
+
+    plain.register_step_post_hook(halve)
+    return plain
+
+
+@pytest.mark.parametrize("make", [Counting, halving])
+@pytest.mark.parametrize("apart", ["other options", "the first worker starts again", "the second worker starts again"])
+def test_what_steps_change_of_options_stays_changed(net: Net, make: Any, apart: str) -> None:
+    """Whether workers have others or not, and for one that starts again."""
+    again = {"the first worker starts again": 0, "the second worker starts again": 1}.get(apart)
+
+    def job_of(dies: int | None, rates: tuple[float, float]) -> tuple[list[list[torch.Tensor]], list[Any]]:
+        lives = [0, 0]
+
+        def train(fleet_: Fleet, worker: int) -> tuple[list[torch.Tensor], Any]:
+            model = copy.deepcopy(net.dense)
+            plain = make(model.parameters(), rates[worker])
+            optimizer = fleet_.distributed_optimizer(plain, sync(dense="all_reduce"), model=model)
+            fleet_.init_worker()
+            lives[worker] += 1
+            for step in range(fleet_.resume_step(), STEPS):
+                if (worker, step, lives[worker]) == (dies, 3, 1):
+                    leave(fleet_)
+                    return come(worker)
+                generator = torch.Generator().manual_seed(step * 10 + worker)
+                optimizer.minimize(model(torch.rand(8, 4, generator=generator)).square().mean())
+            fleet_.barrier_worker()
+            options = {name: plain.param_groups[0].get(name) for name in ("lr", "taken")}
+            return [each.detach().clone() for each in model.parameters()], options
+
+        def come(worker: int) -> tuple[list[torch.Tensor], Any]:
+            fleet_ = Fleet(environ=SOON, network=job.network)
+            fleet_.init(UserDefinedRoleMaker(worker, Role.WORKER, 2, job.endpoints))
+            result = train(fleet_, worker)
+            fleet_.stop_worker()
+            return result
+
+        job = Job(train, 2, 1, environ=SOON)
+        job.join(job.start())
+        assert not [(name, error) for name, error in job.errors.items() if name != f"worker {dies}"]
+        return [job.results[worker][0] for worker in range(2)], [job.results[worker][1] for worker in range(2)]
+
+    expected, options = job_of(None, (0.05, 0.05))
+    got, found = job_of(again, (0.05, 0.05 if again is not None else 0.5))
+    assert all(torch.equal(a, b) for one in got for a, b in zip(one, expected[0], strict=True))
+    assert found[0] == options[0]
+    assert {**found[1], "lr": 0} == {**options[1], "lr": 0}
 
 
 # --- Which parameters are trained -------------------------------------------------------------------------------------

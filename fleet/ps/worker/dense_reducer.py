@@ -91,8 +91,8 @@ class LastingReducer(Reducer):
         self._every = every
         watched = {id(param) for param in params}
         self._others = [param for param in every if id(param) not in watched]
-        #: which parameters these are, in two bytes
-        self.watched = zlib.crc32(bytes(id(param) in watched for param in every)) % (1 << 16)
+        #: which parameters these are, in four bytes
+        self.watched = zlib.crc32(bytes(id(param) in watched for param in every))
         self._meet = meet
         #: of the group whose buckets these are
         self._number = group.number

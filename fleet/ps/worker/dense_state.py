@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 from fleet.checkpoint.assembly import Assembly
@@ -89,9 +90,12 @@ def _owner(described: Description, spec: ParamSpec) -> torch.optim.Optimizer:
     return described.optimizers[described.spec.groups[spec.group].optimizer]
 
 
-def hand_over(group: DenseGroup, described: Description, source: int, loads: int, *, takes: bool = True) -> int:
-    """Give all what the rank ``source`` has; who ``takes`` it not has the same, and may be in a backward that needs it
-    as it is. ``loads`` is how often its values have been replaced; return what that is for all now."""
+def hand_over(
+    group: DenseGroup, described: Description, options: DenseOptions, source: int, loads: int, *, takes: bool = True
+) -> int:
+    """Give all what the rank ``source`` has, and what its steps have changed of ``options``; who ``takes`` it not has
+    the same, and may be in a backward that needs it as it is. ``loads`` is how often its values have been replaced;
+    return what that is for all now."""
     gives = group.rank == source
     told: list[dict[str, Any]] = []
     tensors: list[torch.Tensor] = []
@@ -102,7 +106,7 @@ def hand_over(group: DenseGroup, described: Description, source: int, loads: int
                 kind = {"shape": list(tensor.shape), "dtype": _name(tensor.dtype), "device": tensor.device.type}
                 tensors.append(tensor)
             told.append({**entry, **kind})
-    loads, told = told_by(group, source, [loads, told])
+    loads, told, moved = told_by(group, source, [loads, told, options.moved()])
     device = described.params[0].device if described.params else torch.device("cpu")
     if not gives:
         tensors = [
@@ -114,6 +118,7 @@ def hand_over(group: DenseGroup, described: Description, source: int, loads: int
     group.broadcast([*params, *tensors], source)
     if takes and not gives:
         _take(described, told, tensors)
+        options.move(moved)
     return loads
 
 
@@ -148,52 +153,102 @@ def told_by(group: DenseGroup, source: int, told: Any) -> Any:
 
 
 class DenseOptions:
-    """Reads and writes the options by which a worker's optimizers step on dense parameters: those that are plain."""
+    """Reads and writes the options by which a worker's optimizers step on dense parameters: numbers, text, tensors of
+    one number that are on the CPU, and lists of such."""
 
-    def __init__(self, described: Description) -> None:
-        spec, groups = described.spec, sorted({param.group for param in described.spec.params})
-        self._groups = [
-            (described.groups[index], [*described.optimizers[spec.groups[index].optimizer].defaults])
-            for index in groups
-        ]
+    def __init__(self, described: Description, moving: Collection[tuple[int, str]] = ()) -> None:
+        spec = described.spec
+        self._groups = {
+            index: (described.groups[index], [*described.optimizers[spec.groups[index].optimizer].defaults])
+            for index in sorted({param.group for param in spec.params})
+        }
+        #: by group and name, those that steps themselves have changed: some classes count there
+        self.moving = {*moving}
 
     def read(self) -> list[dict[str, Any]]:
         return [
-            {name: value for name in names if (value := _plain(group.get(name))) is not None}
-            for group, names in self._groups
+            {name: told for name in names if name in group and (told := _told(group[name])) is not _UNTOLD}
+            for group, names in self._groups.values()
         ]
 
     @property
     def digest(self) -> int:
-        """Return two bytes, never zero, that others are with other options."""
-        return 1 + zlib.crc32(repr(self.read()).encode()) % 0xFFFF
+        """Return four bytes, never zero, that others are with other options."""
+        return 1 + zlib.crc32(json.dumps(self.read()).encode()) % 0xFFFFFFFF
 
     @contextmanager
-    def being(self, values: Sequence[Mapping[str, Any]]) -> Iterator[None]:
-        """Let these be the options of a step."""
-        own = self.read()
-        self._write(values)
+    def of_a_step(self, leading: Sequence[Mapping[str, Any]] | None) -> Iterator[None]:
+        """Let these be the options of a step, if there are any. What the step itself changes of them stays."""
+        own = [
+            {name: (group[name], _told(group[name])) for name in names if name in group} for group, names in self._all
+        ]
+        for (group, _), new in zip(self._all, leading or (), strict=leading is not None):
+            group.update({name: _made(told, group.get(name)) for name, told in new.items()})
+        before = self.read()
         try:
             yield
         finally:
-            self._write(own)
+            for index, was, now in zip(self._groups, before, self.read(), strict=True):
+                self.moving |= {(index, name) for name in now if json.dumps(now[name]) != json.dumps(was.get(name))}
+            if leading is not None:
+                self._put_back(own)
 
-    def _write(self, values: Sequence[Mapping[str, Any]]) -> None:
-        for (group, _), new in zip(self._groups, values, strict=True):
-            for name, value in new.items():
-                if isinstance(group.get(name), torch.Tensor):
-                    group[name].fill_(value)
-                else:
-                    group[name] = tuple(value) if isinstance(group.get(name), tuple) else value
+    def _put_back(self, own: Sequence[Mapping[str, tuple[Any, Any]]]) -> None:
+        """Let options be again what they were, each with how that is told, but those that steps change."""
+        for (index, (group, _)), mine in zip(self._groups.items(), own, strict=True):
+            for name, (value, told) in mine.items():
+                if (index, name) not in self.moving:
+                    group[name] = value
+                    if told is not _UNTOLD:
+                        _made(told, value)  # as tensors have stayed the same ones
+
+    def moved(self) -> list[tuple[int, str, Any]]:
+        """Return those that steps change, as they are now."""
+        found = [(index, name, _told(self._groups[index][0].get(name))) for index, name in sorted(self.moving)]
+        return [each for each in found if each[2] is not _UNTOLD]
+
+    def move(self, moved: Iterable[tuple[int, str, Any]]) -> None:
+        """Take over what steps of another worker have changed."""
+        for index, name, told in moved:
+            group = self._groups[index][0]
+            group[name] = _made(told, group.get(name))
+            self.moving.add((index, name))
+
+    @property
+    def _all(self) -> Collection[tuple[dict[str, Any], list[str]]]:
+        return self._groups.values()
 
 
-def _plain(value: Any) -> Any:
-    """Return an option as JSON has it; None where it is not that plain, or would have to come from a device."""
+#: Stands for an option that is not told: an object, or a tensor that would have to come from a device.
+_UNTOLD = object()
+
+
+def _told(value: Any) -> Any:
+    """Return an option as JSON has it."""
     if isinstance(value, torch.Tensor):
-        return float(value) if value.numel() == 1 and value.is_cpu else None
-    if isinstance(value, tuple):
-        return list(value) if all(isinstance(each, int | float) for each in value) else None
-    return value if isinstance(value, int | float | str) else None
+        if value.numel() != 1 or not value.is_cpu:
+            return _UNTOLD
+        return {"tensor": value.item(), "dtype": _name(value.dtype), "shape": list(value.shape)}
+    if isinstance(value, np.generic):
+        return _told(value.item())
+    if isinstance(value, tuple | list):
+        told = [_told(each) for each in value]
+        return _UNTOLD if _UNTOLD in told else told
+    return value if value is None or isinstance(value, int | float | str) else _UNTOLD
+
+
+def _made(told: Any, like: Any) -> Any:
+    """Return what an option is that was told so, in place of one that is ``like`` this: a tensor stays the same one."""
+    if isinstance(told, dict):
+        dtype = getattr(torch, told["dtype"])
+        if not isinstance(like, torch.Tensor) or like.dtype != dtype or list(like.shape) != told["shape"]:
+            return torch.full(told["shape"], told["tensor"], dtype=dtype)
+        return like.fill_(told["tensor"])
+    if isinstance(told, list):
+        places = like if isinstance(like, tuple | list) and len(like) == len(told) else [None] * len(told)
+        made = [_made(each, place) for each, place in zip(told, places, strict=True)]
+        return tuple(made) if isinstance(like, tuple) else made
+    return told
 
 
 def _name(dtype: torch.dtype) -> str:

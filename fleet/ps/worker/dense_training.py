@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -107,7 +107,7 @@ class DenseTraining:
         """Begin to watch the parameters that are trained now."""
         self._disarm()
         described = self._described
-        self._options = DenseOptions(described)
+        self._options = DenseOptions(described, self._options.moving)
         trained = [
             (param, spec.name)
             for param, spec in zip(described.params, described.spec.params, strict=True)
@@ -199,7 +199,9 @@ class DenseTraining:
                 "last leaves no such middle.",
             )
         if any(behind):
-            self._loads = hand_over(group, self._described, source, self._loads, takes=behind[group.rank])
+            self._loads = hand_over(
+                group, self._described, self._options, source, self._loads, takes=behind[group.rank]
+            )
         if self._model is not None:
             buffers = list(self._model.buffers())
             group.broadcast([each.clone() for each in buffers] if in_backward else buffers, source)
@@ -249,7 +251,7 @@ class DenseTraining:
                 todo="Let every worker go backward as often in a step; those beyond the last belong into no_sync().",
             )
         group.is_over = group.is_over or any(said[0] for said in done.words)
-        group.has_buckets = all(said[3] for said in done.words) and len({said[8:] for said in done.words}) == 1
+        group.has_buckets = all(said[3] for said in done.words) and len({said[12:] for said in done.words}) == 1
         self._level_rows(done.marked)
         replaced = [rank for rank, said in enumerate(done.words) if said[2]]
         if self._find_leader(done) and not replaced:
@@ -257,7 +259,7 @@ class DenseTraining:
         if replaced:
             self._is_replaced = False
             with self._in_a_step():
-                self._loads = hand_over(group, self._described, replaced[0], self._loads)
+                self._loads = hand_over(group, self._described, self._options, replaced[0], self._loads)
         buffers = [value for module in self._buffered for value in module.buffers(recurse=False)]
         if buffers and done.workers:
             try:
@@ -268,8 +270,8 @@ class DenseTraining:
     def _find_leader(self, done: Round) -> bool:
         """Find out whose options count, if those of workers differ. Say whether they have done so in a step that is
         over."""
-        have = {done.words[rank][4:6] for rank in done.workers}
-        used = {done.words[rank][6:8] for rank in done.workers} - {(0, 0)}
+        have = {done.words[rank][4:8] for rank in done.workers}
+        used = {done.words[rank][8:12] for rank in done.workers} - {(0,) * 4}
         self._leader = done.workers[0] if max(len(have), len(used)) > 1 else None
         return len(used) > 1
 
@@ -312,7 +314,8 @@ class DenseTraining:
         """Take the step that was begun: ``update`` lets the wrapped optimizers step."""
         reducer = self._armed
         if update is not None and not reducer.is_taken_over:
-            with self._described.steps_without_tables(), self._with_leading_options():
+            leading, self._leading = self._leading, None
+            with self._described.steps_without_tables(), self._options.of_a_step(leading):
                 self._options_used = self._options.digest
                 update()
         reducer.is_taken_over = False
@@ -325,12 +328,6 @@ class DenseTraining:
         self._is_ready = self.group.rounds_here > 0
         self._is_unaveraged = False
 
-    def _with_leading_options(self) -> AbstractContextManager[None]:
-        """Step with the options of the first worker that took part in the round, as servers would, where workers have
-        others."""
-        leading, self._leading = self._leading, None
-        return nullcontext() if leading is None else self._options.being(leading)
-
     def _agree_on_options(self) -> None:
         """Hear which options a step is to be taken with."""
         self._leading = None
@@ -339,15 +336,16 @@ class DenseTraining:
         own = self._options.read()
         with self._in_a_step(), self.group.together("the options of a step"):
             self._leading = told_by(self.group, self._leader, own)
-        if self._leading != own and not self._is_told_of_options:
+        pairs = [*zip(self._leading, own, strict=True)]
+        differing = [[name for name in first if first[name] != mine.get(name)] for first, mine in pairs]
+        if any(differing) and not self._is_told_of_options:
             self._is_told_of_options = True
-            _log.warning(
-                "worker %d, step %d: the options of the first worker's optimizers count, %s; here they are %s",
-                self._worker,
-                self._progress.taken + 1,
-                self._leading,
-                own,
-            )
+            told = [
+                [{name: each.get(name) for name in names} for names, each in zip(differing, some, strict=True)]
+                for some in (self._leading, own)
+            ]
+            text = "worker %d, step %d: the options of the first worker's optimizers count, %s; here they are %s"
+            _log.warning(text, self._worker, self._progress.taken + 1, *told)
 
     def _clip(self) -> None:
         """Clip the averaged gradient by its norm, rows' parts included, where the strategy says so."""
@@ -384,14 +382,14 @@ class DenseTraining:
     def _words(self) -> tuple[int, ...]:
         """Return what this worker says in a round: whether another group is to be made after it, in which step it is,
         as far as numbers in half precision tell, whether its values have replaced those of all, whether it is ready for
-        rounds of buckets, and in two bytes each which options its optimizers have, and had in the last step, and which
+        rounds of buckets, and in four bytes each which options its optimizers have, and had in the last step, and which
         parameters are in its buckets."""
         is_last, step = self.group.is_leaving or self.group.is_wanted, self._steps % _STEPS_TOLD
         reducer = self._reducer
         is_ready = self._is_ready and reducer is not None and not reducer.lacks_some
         said = int(is_last), step, int(self._is_replaced), int(is_ready)
         told = self._options.digest, self._options_used, 0 if reducer is None else reducer.watched
-        return *said, *(byte for each in told for byte in divmod(each, 256))
+        return *said, *b"".join(each.to_bytes(4, "big") for each in told)
 
     def _run_round(self, *, taking_part: bool) -> None:
         reducer = self._armed
