@@ -601,7 +601,8 @@ def test_the_first_worker_has_the_say_of_options(
                     plain.param_groups[0]["betas"] = (0.9, 0.999)
                 optimizer.zero_grad()
                 schedule.step()
-            model(torch.ones(8, 4)).mean().backward()  # what an averaging of it brings together is so from here on
+            model(torch.ones(8, 4)).mean().backward()
+            optimizer.step()  # what this brings together is so from here on
             fleet_.barrier_worker()
             return [each.detach().clone() for each in model.parameters()]
 
@@ -612,6 +613,28 @@ def test_the_first_worker_has_the_say_of_options(
     assert caplog.text.count("the options of the first worker's optimizers count") == (when != "once")
     if mode == "sync" and when in ("from the first step on", "in a schedule"):
         assert_close(one, run_job(body("servers"), 2)[0])
+
+
+def test_values_are_brought_together_when_no_backward_needs_them_any_more(net: Net) -> None:
+    """The next of two backwards through one graph would find them changed."""
+
+    def body(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
+        model = copy.deepcopy(torch.nn.Sequential(net.dense[0], torch.nn.Tanh(), net.dense[2]))
+        plain = torch.optim.Adam(model.parameters(), 0.05)
+        optimizer = fleet_.distributed_optimizer(plain, sync(dense="all_reduce"), model=model)
+        fleet_.init_worker()
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            found = model(torch.rand(8, 4, generator=torch.Generator().manual_seed(step * 10 + worker)))
+            found.square().mean().backward(retain_graph=True)
+            found.abs().mean().backward()
+            plain.param_groups[0]["lr"] = 0.5 if (worker, step) == (1, 2) else 0.05
+            optimizer.step()
+        fleet_.barrier_worker()
+        return [each.detach().clone() for each in model.parameters()]
+
+    one, other = run_job(body, 2)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def two_tensors(*values: float) -> tuple[torch.Tensor, ...]:

@@ -92,6 +92,7 @@ class DenseGroup:
         ``following`` lets something be done once more where the job has moved to other servers meanwhile."""
         self.rank = 0
         self.size = 1
+        self._workers = [worker]
         #: of the group; 0 before the first one
         self.number = 0
         #: how many rounds are over, and how many of them in this group
@@ -118,6 +119,13 @@ class DenseGroup:
         self._under_way: set[dist.Work] = set()
 
     # ---------------------------------------------------------------- coming together
+
+    def worker_at(self, rank: int) -> int:
+        return self._workers[rank]
+
+    def rank_of(self, worker: int) -> int:
+        """Return where a worker is in the group that there is; the first rank if it is gone."""
+        return self._workers.index(worker) if worker in self._workers else 0
 
     @property
     def _first(self) -> Connection:
@@ -179,6 +187,7 @@ class DenseGroup:
             self._is_broken = True
             return []
         self.rank = next(rank for rank, each in enumerate(comers) if each.worker == self._worker)
+        self._workers = [each.worker for each in comers]
         self.size, self.number, self.is_trained = len(comers), told["number"], told["trained"]
         self.rounds_here, self.is_over, self._is_broken, self.is_unfinished = 0, False, False, False
         self.has_buckets = False

@@ -69,8 +69,9 @@ class DenseTraining:
         self._options = DenseOptions(self._described)
         #: which options the last step was taken with, as words tell; 0 before the first one here
         self._options_used = 0
-        #: the rank whose options count where workers have others
+        #: the worker whose options count where workers have others, and the one whose values all take over in the step
         self._leader: int | None = None
+        self._giver: int | None = None
         self._leading: list[dict[str, Any]] | None = None
         self._is_told_of_options = False
         self._is_enabled = True
@@ -258,8 +259,7 @@ class DenseTraining:
             replaced = [done.workers[0]]  # the last step was taken with several, and values are not equal any more
         if replaced:
             self._is_replaced = False
-            with self._in_a_step():
-                self._loads = hand_over(group, self._described, self._options, replaced[0], self._loads)
+            self._giver = group.worker_at(replaced[0])  # in the step: another backward may need values as they are
         buffers = [value for module in self._buffered for value in module.buffers(recurse=False)]
         if buffers and done.workers:
             try:
@@ -272,7 +272,7 @@ class DenseTraining:
         over."""
         have = {done.words[rank][4:8] for rank in done.workers}
         used = {done.words[rank][8:12] for rank in done.workers} - {(0,) * 4}
-        self._leader = done.workers[0] if max(len(have), len(used)) > 1 else None
+        self._leader = self.group.worker_at(done.workers[0]) if max(len(have), len(used)) > 1 else None
         return len(used) > 1
 
     def _level_rows(self, marked: Sequence[bool]) -> None:
@@ -301,7 +301,10 @@ class DenseTraining:
         if not has_averaged:
             reducer.check_watching()
             self._run_round(taking_part=True)  # nothing was averaged since the last step
-        if not reducer.is_taken_over:
+        if reducer.is_taken_over:
+            self._giver = None  # what it has given has come with that
+        else:
+            self._agree_on_values()
             self._agree_on_options()
         is_taken = not if_finite or self._is_finite()
         if is_taken and not reducer.is_taken_over:
@@ -328,6 +331,18 @@ class DenseTraining:
         self._is_ready = self.group.rounds_here > 0
         self._is_unaveraged = False
 
+    def _agree_on_values(self) -> None:
+        """Have what one worker has, if those of workers differ."""
+        giver, self._giver = self._giver, None
+        if giver is None:
+            return
+        with self._in_a_step(), self.group.together("values that have been replaced"):
+            source, takes = (
+                self.group.rank_of(giver),
+                not self._is_replaced,
+            )  # or the others get them with the next step
+            self._loads = hand_over(self.group, self._described, self._options, source, self._loads, takes=takes)
+
     def _agree_on_options(self) -> None:
         """Hear which options a step is to be taken with."""
         self._leading = None
@@ -335,7 +350,7 @@ class DenseTraining:
             return
         own = self._options.read()
         with self._in_a_step(), self.group.together("the options of a step"):
-            self._leading = told_by(self.group, self._leader, own)
+            self._leading = told_by(self.group, self.group.rank_of(self._leader), own)
         pairs = [*zip(self._leading, own, strict=True)]
         differing = [[name for name in first if first[name] != mine.get(name)] for first, mine in pairs]
         if any(differing) and not self._is_told_of_options:
