@@ -615,6 +615,20 @@ def test_the_first_worker_has_the_say_of_options(
         assert_close(one, run_job(body("servers"), 2)[0])
 
 
+def test_two_backwards_through_one_graph(net: Net) -> None:
+    """The statistics of a batch norm, which the first one brings from another worker, are in that graph."""
+
+    def train(optimizer: Any, model: Net, worker: int) -> None:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss = model.loss(step, worker)
+            loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+            (loss * 2).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+
+    check(*hybrid_and_servers(net, lambda each: torch.optim.SGD(each.parameters(), 0.05), 2, 1, train))
+
+
 def test_values_are_brought_together_when_no_backward_needs_them_any_more(net: Net) -> None:
     """The next of two backwards through one graph would find them changed."""
 

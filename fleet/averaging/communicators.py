@@ -3,7 +3,7 @@ in one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Protocol
@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
+from torch.nn.modules.batchnorm import _NormBase
 
 #: Values are copied to travel together; beyond this size that gains nothing.
 _BATCH_BYTES = 32 << 20
@@ -79,6 +80,16 @@ def hand_round(tensors: Sequence[torch.Tensor], send: Callable[[torch.Tensor], N
         if not gives:
             for tensor, values in zip(some, flat.split_with_sizes([tensor.numel() for tensor in some]), strict=True):
                 tensor.detach().copy_(values.view(tensor.shape))
+
+
+def buffers_to_share(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
+    """Return the buffers of modules, to be written when a backward is through. Another one through the same graph would
+    refuse what has changed since its forward; running statistics it does not read where they are trained."""
+    return [
+        value.data if isinstance(module, _NormBase) and module.training else value
+        for module in modules
+        for value in module.buffers(recurse=False)
+    ]
 
 
 def _batches(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:

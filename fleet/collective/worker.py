@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fleet.averaging.communicators import buffers_to_share
 from fleet.averaging.exchange import Averaging, Exchange, Flat, Route
 from fleet.averaging.reducer import Reducer, Round
 from fleet.base.clock import Clock
@@ -186,7 +187,7 @@ class CollectiveWorker:
         """Take over the buffers of the first worker that took part, as DistributedDataParallel does with worker 0's."""
         self._last_round = done if done.workers else self._last_round
         self._is_over = not done.workers
-        buffers = [value for module in self._buffered for value in module.buffers(recurse=False)]
+        buffers = buffers_to_share(self._buffered)
         if buffers and done.workers:
             self.group.broadcast(buffers, done.workers[0])
 

@@ -410,6 +410,30 @@ def buffers_of_any_type_are_the_first_ranks(me: Rank) -> None:
     fleet.stop_worker()
 
 
+@check(2)
+def two_backwards_through_one_graph(me: Rank) -> None:
+    """The statistics of a batch norm, which the first one brings from worker 0, are in that graph."""
+    model, expected = network(), network()
+    fleet = me.fleet()
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+    fleet.init_worker()
+    theirs = torch.optim.SGD(expected.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        theirs.zero_grad()
+        for rank in range(me.size):
+            found = expected(batch(rank, step))
+            ((found.square().mean() + found.abs().mean()) / me.size).backward()
+        found = model(batch(me.rank, step))
+        found.square().mean().backward(retain_graph=True)
+        found.abs().mean().backward()
+        optimizer.step()
+        theirs.step()
+    alike(me, fleet, values(model))
+    close([each.detach() for each in model.parameters()], [each.detach() for each in expected.parameters()])
+    fleet.stop_worker()
+
+
 @check(2, 4)
 def uneven_data(me: Rank) -> None:
     """Rank r has 3 + 2r batches: each round is the mean over those who are still there, and all end alike."""

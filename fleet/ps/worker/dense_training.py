@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from fleet.averaging.communicators import buffers_to_share
 from fleet.averaging.reducer import Round, interrupted, one_device
 from fleet.base.turns import Turns
 from fleet.checkpoint.manifest import DENSE
@@ -260,7 +261,7 @@ class DenseTraining:
         if replaced:
             self._is_replaced = False
             self._giver = group.worker_at(replaced[0])  # in the step: another backward may need values as they are
-        buffers = [value for module in self._buffered for value in module.buffers(recurse=False)]
+        buffers = buffers_to_share(self._buffered)
         if buffers and done.workers:
             try:
                 group.broadcast(buffers, done.workers[0])
