@@ -85,6 +85,12 @@ def _() -> Iterator[None]:
         yield
 
 
+@fault("a worker that starts again goes on after a step that the others are yet to take")
+def _() -> Iterator[None]:
+    with put(Progress, "join_in", lambda self, others: None):
+        yield
+
+
 @fault("workers that wait for an average do not ask whether one of them is lost")
 def _() -> Iterator[None]:
     with put(DenseGroup, "is_broken", property(lambda self: self._is_broken)):
