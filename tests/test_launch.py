@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import signal
@@ -817,6 +818,29 @@ def test_output_that_there_is_no_room_for() -> None:
         )
     assert told.stderr == "fleet: [Errno 28] No space left on device\n"
     assert told.returncode == 1
+
+
+@pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-", "0<&- 1>&- 2>&-"])
+def test_streams_that_are_closed_are_nobody_elses_files(tmp_path: Path, closed: str) -> None:
+    """Whatever the launcher opens would else be in their place, and what it says would be written into that."""
+    (tmp_path / "script.py").write_text("import sys; print('told'); print('warned', file=sys.stderr)")
+    command = f"{sys.executable} -m fleet.launch --worker_num 1 script.py {closed}"
+    ended = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=PROCESSES_S)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == ("" if "1>" in closed else "[worker 0] told\n")
+    assert ("done in" in ended.stderr) == ("2>" not in closed)
+    assert sorted((tmp_path / "logs" / "worker.0.log").read_text().split()) == ["told", "warned"]
+    assert re.fullmatch(r"\d+\n", (tmp_path / "logs" / "fleetrun.lock").read_text())
+
+
+@pytest.mark.parametrize("name", cli._COMMANDS)
+def test_what_an_encoding_has_no_letters_for_is_escaped(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is on stderr: no command ends because of it."""
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setitem(cli._COMMANDS, name, ("", lambda *_: print("· tablé \udcff") or 0))
+    assert cli.main([name]) == 0
+    assert out.buffer.getvalue() == rb"\xb7 tabl\xe9 \udcff" + b"\n"
 
 
 def test_the_launcher_is_light() -> None:

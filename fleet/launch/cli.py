@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import os
 import secrets
@@ -86,6 +87,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _guarded(command: Callable[[list[str], str], int], argv: list[str], prog: str) -> int:
     """Turn every way in which a command can end into an exit code, and errors into a line."""
+    _open_streams()
     try:
         code = _exit_code(command, argv, prog)
         _flush()  # what cannot be written is to be said here, and not when the interpreter ends
@@ -120,8 +122,20 @@ def _write_no_more() -> None:
 
 
 def _flush() -> None:
-    if sys.stdout is not None:  # which it is where it was closed before this process began
-        sys.stdout.flush()
+    sys.stdout.flush()
+
+
+def _open_streams() -> None:
+    """Let everything be written that a command says, wherever it goes and whatever its encoding has letters for."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:  # it was closed before this process began: a file that is opened later would be written into
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr does by itself
 
 
 def _dispatch(argv: list[str], prog: str) -> int:
