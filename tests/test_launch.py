@@ -486,6 +486,22 @@ else:
     assert [line.rpartition("; ")[2] for line in told] == ["starting it again (restart 1 of 2)"], err
 
 
+def test_a_folder_of_logs_that_is_gone_keeps_nobody_from_starting_again(launch: Launch, tmp_path: Path) -> None:
+    script = """
+import shutil
+if me == "worker.0" and not os.path.exists("once.pid"):
+    ready("once")
+    shutil.rmtree("logs")
+    os.kill(os.getpid(), signal.SIGKILL)
+if me == "worker.0": print("second")
+"""
+    code, out, err = finish(
+        launch(script, *ONE_AND_TWO, "--max_restarts", "1", FLEET_DURABLE_DIR=str(tmp_path / "kept"))
+    )
+    assert code == 0, err
+    assert "[worker 0] second" in out.splitlines()
+
+
 def test_what_is_killed_too_often_ends_the_job(launch: Launch, tmp_path: Path) -> None:
     script = """
 if me == "worker.0":
@@ -703,6 +719,8 @@ REFUSED = [
     ("--server_num 1 --worker_num 1 nowhere.py", "there is no script nowhere.py"),
     ("--server_num 1 --worker_num 1 -m nowhere.train", "there is no module nowhere.train"),
     ("--server_num 1 --worker_num 1 .", "is a directory"),
+    ("--server_num 1 --worker_num 1 /dev/stdin", "the script /dev/stdin can be read by one process only"),
+    ("--worker_num 2 /dev/fd/0", "the script /dev/fd/0 can be read by one process only"),
     ("script.py", "--worker_num is missing"),
     ("--server_num 1 script.py", "--worker_num is missing"),
     ("--worker_num 0 script.py", "--worker_num is not usable; expected 1 or more; got 0"),
@@ -818,6 +836,48 @@ def test_output_that_there_is_no_room_for() -> None:
         )
     assert told.stderr == "fleet: [Errno 28] No space left on device\n"
     assert told.returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("worker.1.log", "the log of worker 1 cannot be written; at here/worker.1.log; got Is a directory (EISDIR)"),
+        ("fleetrun.lock", "this file cannot be written"),
+        ("cause.json", "what an earlier job has left cannot be removed"),
+        ("worker.1.record.jsonl", "what an earlier job has left cannot be removed"),
+        ("fleetrun.of.worker.0.record.jsonl", "what an earlier job has left cannot be removed"),
+    ],
+)
+def test_a_folder_with_something_that_cannot_be_replaced_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").write_text("import pathlib; pathlib.Path('started').touch()")
+    (tmp_path / "here" / name).mkdir(parents=True)
+    assert cli.fleetrun(["--worker_num", "2", "--log_dir", "here", "script.py"]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert "another folder" in err
+    assert not (tmp_path / "started").exists()
+
+
+def test_what_the_system_does_not_start_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").touch()
+    assert cli.fleetrun(["--worker_num", "1", "script.py", "x" * 200_000]) == 2
+    assert "worker 0 cannot be started; got Argument list too long (E2BIG). Give the script" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("workers", "message"), [(50, "no 50 free ports are"), (33, "the log of"), (12, "be started")])
+def test_a_limit_on_open_files_is_named(tmp_path: Path, workers: int, message: str) -> None:
+    (tmp_path / "script.py").write_text("import time; time.sleep(60)")
+    command = f"ulimit -n 40; exec {sys.executable} -m fleet.launch --worker_num {workers} script.py"
+    ended = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=PROCESSES_S)
+    assert ended.returncode == 2
+    assert message in ended.stderr
+    assert "(EMFILE). Start fewer processes" in ended.stderr
 
 
 @pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-", "0<&- 1>&- 2>&-"])

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from fleet.base.cluster import Endpoint
 from fleet.base.ports import holder_of, is_taken
+from fleet.base.system_errors import reason
 from fleet.bootstrap.rendezvous import addresses_of, own_addresses
 from fleet.errors import ConfigurationError, PortInUseError
 
@@ -21,9 +22,14 @@ def free_ports(count: int) -> list[int]:
     take them: Linux serves ``bind`` and ``connect`` from different halves of the range while both have room.
     """
     with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind((LOOPBACK, 0))
+        try:
+            sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+            for each in sockets:
+                each.bind((LOOPBACK, 0))
+        except OSError as error:
+            raise ConfigurationError(
+                f"no {count} free ports are to be had", got=reason(error), todo="Start fewer processes on this machine."
+            ) from None
         return [each.getsockname()[1] for each in sockets]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from fleet.base.file_lock import locked
+from fleet.base.system_errors import reason
 from fleet.errors import ConfigurationError
 
 #: It stays when the job is over: who removes a file that others may have open locks nobody out. Not the folder itself
@@ -25,7 +26,15 @@ def alone_in(folders: Mapping[Path, str]) -> Iterator[None]:
 
 
 def _taken(folder: Path, chosen_by: str) -> int:
-    descriptor = os.open(folder / _NAME, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        descriptor = os.open(folder / _NAME, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise ConfigurationError(
+            "this file cannot be written",
+            where=str(folder / _NAME),
+            got=reason(error),
+            todo=f"Another user's job may have made it: give this job another folder with {chosen_by}.",
+        ) from None
     if locked(descriptor) is False:
         holder = os.read(descriptor, 20).decode("ascii", "replace").strip()
         os.close(descriptor)

@@ -17,6 +17,7 @@ its group cannot hit a stranger.
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
 import queue
@@ -37,6 +38,8 @@ from typing import IO, TypeAlias
 
 from fleet.base.clock import wall_time
 from fleet.base.cluster import Endpoint, Role
+from fleet.base.system_errors import reason
+from fleet.errors import ConfigurationError
 from fleet.launch.guard import end_groups, is_there
 from fleet.launch.live_view import PERIOD_S, LiveView
 from fleet.launch.process_plan import LaunchPlan, ProcessSpec, child_environment
@@ -57,6 +60,13 @@ _HELD_S, _LOOK_S = 2.0, 0.2
 _MOST_HELD = 5000
 #: torch puts the rank before each line where workers have a group of processes.
 _TRACEBACK = re.compile(rb"(\[rank\d+\]: )?Traceback \(most recent call last\):")
+#: What helps against a limit of the system that a process to start meets.
+_LIMITS = {
+    errno.E2BIG: "Give the script shorter arguments, or fewer; variables count as well.",
+    errno.EAGAIN: "Start fewer processes, or raise the limit on them (ulimit -u).",
+    errno.EMFILE: "Start fewer processes, or raise the limit on open files (ulimit -n): each process takes three.",
+    errno.ENOMEM: "Start fewer processes, or use a machine with more memory.",
+}
 #: Helpers of a process, such as multiprocessing's resource tracker, notice its end and follow it within this time.
 _HELPERS_S = 0.5
 
@@ -115,13 +125,13 @@ def run(
         _Guard(grace_s, inherited) as guard,
     ):
 
-        def start(spec: ProcessSpec, log_mode: str) -> None:
+        def start(spec: ProcessSpec) -> None:
             child = children[spec.name] = _start(spec, inherited)
             chronicle.write(spec.name, "started")
             if view is not None:
                 view.started(spec.name)
             guard.watch(child.popen.pid)
-            pump.follow(child, log_dir / spec.log_name, log_mode)
+            pump.follow(child)
             threading.Thread(target=_report_exit, args=(child, events), daemon=True).start()
 
         def restart(spec: ProcessSpec) -> None:
@@ -129,13 +139,15 @@ def run(
             children[f"{spec.name}, process {before.popen.pid}"] = before
             with contextlib.suppress(ProcessLookupError, PermissionError):  # what it has started dies with it
                 os.killpg(before.popen.pid, signal.SIGKILL)
-            start(spec, "ab")
+            start(spec)
 
         try:
+            for spec in plan.processes:
+                pump.open_log(spec, log_dir)
             for note in plan.notes:
                 pump.say(note)
             for spec in plan.processes:
-                start(spec, "wb")
+                start(spec)
             while not watch.done:
                 event, effects = _next_effects(watch, events, children, record_dir, plan.job_id, is_enough)
                 if isinstance(event, _Exited):
@@ -223,7 +235,7 @@ class _Pump:
         self._blamed: tuple[str, str] | None = None
         self._view = view
         self._selector = selectors.DefaultSelector()
-        self._logs: list[IO[bytes]] = []
+        self._logs: dict[str, IO[bytes]] = {}
         self._mute: set[int] = set()
         self._closing = False
         heard, self._voice = os.pipe()
@@ -249,10 +261,22 @@ class _Pump:
         """Show at the end why ``process`` failed; ``logs`` has what the others wrote."""
         self._blamed = process, logs
 
-    def follow(self, child: _Child, log_path: Path, log_mode: str) -> None:
+    def open_log(self, spec: ProcessSpec, log_dir: Path) -> None:
+        """Open what one process, and whatever takes its place, has as its log: the folder may be gone by then."""
+        path = log_dir / spec.log_name
+        try:
+            self._logs[spec.name] = path.open("wb", buffering=0)
+        except OSError as error:
+            raise ConfigurationError(
+                f"the log of {spec.name} cannot be written",
+                where=str(path),
+                got=reason(error),
+                todo=_LIMITS.get(error.errno or 0, "Remove it, or give --log_dir another folder."),
+            ) from None
+
+    def follow(self, child: _Child) -> None:
         """Read a process's output from now on; a selector may be added to while its thread waits in it."""
-        log: IO[bytes] = log_path.open(log_mode, buffering=0)
-        self._logs.append(log)
+        log = self._logs[child.spec.name]
         prefix = f"[{child.spec.name}] ".encode()
         assert child.popen.stdout is not None
         assert child.popen.stderr is not None
@@ -274,7 +298,7 @@ class _Pump:
             self._close(key.data)
         self._show_last()
         self._draw()
-        for log in self._logs:
+        for log in self._logs.values():
             log.close()
         self._selector.close()
 
@@ -355,7 +379,7 @@ class _Pump:
                 select.select([], [fd], [])
             except OSError as error:
                 self._mute.add(fd)
-                for log in self._logs:
+                for log in self._logs.values():
                     if not log.closed and log.fileno() == fd:
                         self._write(self._stderr, self._own.prefix + f"{log.name} ends here: {error}\n".encode())
 
@@ -392,15 +416,20 @@ class _Guard:
 
 
 def _start(spec: ProcessSpec, inherited: Mapping[str, str]) -> _Child:
-    popen = subprocess.Popen(
-        spec.command,
-        bufsize=0,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=child_environment(inherited, spec),
-        start_new_session=True,
-    )
+    try:
+        popen = subprocess.Popen(
+            spec.command,
+            bufsize=0,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=child_environment(inherited, spec),
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise ConfigurationError(
+            f"{spec.name} cannot be started", got=reason(error), todo=_LIMITS.get(error.errno or 0, "")
+        ) from None
     return _Child(spec, popen)
 
 

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from fleet.base.clock import wall_time
+from fleet.base.system_errors import reason
+from fleet.errors import ConfigurationError
 from fleet.telemetry.cause import LAUNCHER, forget
 from fleet.telemetry.figures import Figures
 from fleet.telemetry.view import SILENT_S, View, seen
@@ -87,10 +89,18 @@ class Chronicle:
     def __init__(self, directory: Path, processes: Sequence[str], is_whole: bool) -> None:
         stale = directory.glob(f"*{SUFFIX}") if is_whole else (path_of(directory, process) for process in processes)
         name = f"{LAUNCHER} of {processes[0]}"
-        for path in (*stale, path_of(directory, name)):
-            path.unlink(missing_ok=True)
-        forget(directory)
-        self._record = Record(directory, name)
+        try:
+            for path in (*stale, path_of(directory, name)):
+                path.unlink(missing_ok=True)
+            forget(directory)
+            self._record = Record(directory, name)
+        except OSError as error:
+            raise ConfigurationError(
+                "what an earlier job has left cannot be removed",
+                where=str(error.filename or directory),
+                got=reason(error),
+                todo="Remove it, or give --log_dir, or FLEET_RECORD_DIR, another folder.",
+            ) from None
 
     def write(self, process: str, what: str, is_last: bool = False) -> None:
         # The job is worth more than its story: a full disk ends the one and not the other.
