@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib.machinery import PathFinder
@@ -11,6 +12,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from fleet.errors import ConfigurationError
+
+#: The names of what this process has open, and no other.
+_OWN_INPUT = re.compile(r"/dev/stdin$|/dev/fd/|/proc/self/fd/")
 
 
 class Parser(argparse.ArgumentParser):
@@ -27,6 +31,10 @@ def python_arguments(command: Sequence[str], *, as_module: bool) -> list[str]:
         if PathFinder.find_spec(script.partition(".")[0], [os.getcwd(), *sys.path]) is None:
             raise ConfigurationError(f"there is no module {script}")
         return ["-m", *command]
+    if _OWN_INPUT.match(script):  # whose processes have another one, so that they would run nothing
+        raise ConfigurationError(
+            f"the script {script} can be read by one process only", todo="Save it in a file, which every process reads."
+        )
     path = Path(script)
     if not path.exists():
         raise ConfigurationError(f"there is no script {script}", todo="For a module put -m before its name.")
