@@ -262,7 +262,7 @@ class Checkpoints:
             step, mode = self._job.steps_taken("Checkpoints.save()"), self._schedule.mode
             where = self._root.within(name_of(step)).url
             self._schedule.begin(step, self._clock.now())
-            rest = self._job.begin_saving(where, mode, self._own(), wanted)
+            rest = self._job.begin_saving(where, mode, self._own(), wanted, or_full=True)
             if not self._background:
                 self._write(partial(rest, None), step, mode)
                 return

@@ -311,6 +311,36 @@ def test_a_failure_is_raised_and_training_may_go_on(
     assert "the checkpoint of step 2 was not written" in caplog.text
 
 
+@pytest.mark.parametrize("background", [None, False])
+@pytest.mark.parametrize("fate", ["last", "first", "all", "replaced"])
+def test_what_a_delta_would_go_on_from_is_gone(
+    fate: str, background: bool | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A full one takes its place, deltas go on from that, and no later checkpoint fails."""
+    gone = {"first": [1], "all": [1, 2]}.get(fate, [2])
+
+    def body(job: Fleet, worker: int) -> None:
+        model, optimizer = join(job)
+        with Checkpoints(tmp_path, every_steps=1, full_every=100, background=background, fleet=job) as checkpoints:
+            for step in range(4):
+                if step == 2:
+                    for each in gone:
+                        shutil.rmtree(tmp_path / f"step-0000000{each}")
+                    if fate == "replaced":
+                        shutil.copytree(tmp_path / "step-00000001", tmp_path / "step-00000002")
+                train(model, optimizer, [step])
+                checkpoints.after_step()
+                until(lambda: not checkpoints._is_writing())
+
+    with caplog.at_level(logging.WARNING, "fleet.checkpoint"):
+        run_job(body, 1, 2)
+    third, fourth = (Checkpoint.open(tmp_path / f"step-0000000{step}") for step in (3, 4))
+    assert third.manifest.parent is None
+    assert [each.manifest.id for each in fourth.lineage()] == [third.manifest.id, fourth.manifest.id]
+    (told,) = (record.message for record in caplog.records if record.name == "fleet.checkpoint")
+    assert told.endswith("step-00000002, or what it goes on from, is not there any more: a full checkpoint is saved")
+
+
 def test_what_a_killed_server_missed_is_made_up_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ask, missed = checkpoint_save._ask, [MissedError("a server was killed while it wrote its share")]
 

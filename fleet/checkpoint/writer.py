@@ -228,6 +228,16 @@ class CheckpointWriter:
         return present == self.id
 
 
+def can_go_on_from(saved: Saved) -> bool:
+    """Say whether a checkpoint, and all that it goes on from itself, is still where it was saved."""
+    try:
+        before = Checkpoint.open(saved.url)
+        _check_present(saved, before.manifest)
+    except CheckpointError:
+        return False
+    return True
+
+
 def _check_present(saved: Saved, present: Manifest) -> None:
     """Say whether the checkpoint that a delta goes on from is still where it was saved."""
     if present.id != saved.id:

@@ -170,7 +170,13 @@ class CollectiveBackend(Lifecycle[CollectiveWorker, DistributedStrategy]):
         return nullcontext()
 
     def begin_saving(
-        self, dirname: object, mode: object, own: Bytes | None = None, wanted: str = ""
+        self,
+        dirname: object,
+        mode: object,
+        own: Bytes | None = None,
+        wanted: str = "",
+        *,
+        or_full: bool = False,  # noqa: ARG002, there are no deltas
     ) -> Callable[[None], None]:
         """Return a function that saves; nothing has to be done before it."""
         worker = self._running_worker("save_persistables()")

@@ -305,9 +305,12 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
         """Surround what is one call to the user; no other thread of this process trains on between its parts."""
         return self._running_worker(call).turns
 
-    def begin_saving(self, dirname: object, mode: object, own: Bytes | None = None, wanted: str = "") -> Rest:
+    def begin_saving(
+        self, dirname: object, mode: object, own: Bytes | None = None, wanted: str = "", *, or_full: bool = False
+    ) -> Rest:
         """Do the part of saving that needs this thread, and return a function that does the rest (``saves_behind``)."""
-        return checkpoint_save.begin(self._running_worker("save_persistables()"), dirname, mode, own, wanted)
+        worker = self._running_worker("save_persistables()")
+        return checkpoint_save.begin(worker, dirname, mode, own, wanted, or_full)
 
     #: The rest of a save may be done on another thread, while this one trains.
     saves_behind = True

@@ -11,6 +11,7 @@ share instead.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from fleet.checkpoint.manifest import Saved
 from fleet.checkpoint.pieces import PieceFile, PieceWriter
 from fleet.checkpoint.places import place_at
 from fleet.checkpoint.state import Bytes, write_states
-from fleet.checkpoint.writer import CheckpointWriter
+from fleet.checkpoint.writer import CheckpointWriter, can_go_on_from
 from fleet.errors import ConfigurationError, MissedError
 from fleet.plan.specs import JobSpec
 from fleet.ps.wire import fleet_pb2 as pb
@@ -30,6 +31,8 @@ from fleet.ps.worker.lease import once, withdrawn_if_it_fails
 from fleet.ps.worker.object_states import Shares
 from fleet.ps.worker.runtime import WorkerRuntime
 from fleet.ps.worker.state_reader import exported
+
+_log = logging.getLogger("fleet.checkpoint")
 
 #: Everything, or what has changed since the last checkpoint.
 FULL, DELTA = "full", "delta"
@@ -51,10 +54,10 @@ class Moment:
 Rest = Callable[[Callable[[], None] | None], None]
 
 
-def begin(worker: WorkerRuntime, dirname: object, mode: object, own: Bytes | None, wanted: str) -> Rest:
+def begin(worker: WorkerRuntime, dirname: object, mode: object, own: Bytes | None, wanted: str, or_full: bool) -> Rest:
     """Let the servers apply everything that this worker has computed, give the state of its ``own`` objects, and return
     a function that does the rest. ``wanted`` is the name under which others give their states; empty: that of this
-    call."""
+    call. With ``or_full`` a delta that has nothing to go on from any more becomes a full checkpoint."""
     if mode not in (FULL, DELTA):
         raise ConfigurationError(
             "a checkpoint cannot be saved in this mode", expected="'full' or 'delta'", got=repr(mode)
@@ -73,10 +76,17 @@ def begin(worker: WorkerRuntime, dirname: object, mode: object, own: Bytes | Non
     if own is not None:
         worker.own_states.give(wanted or name, own)
 
+    def base_of(last: dict[str, Any]) -> Saved | None:
+        after = Saved(last["id"], last["url"]) if mode == DELTA and last["id"] else None  # without one: everything
+        if after is None or not or_full or can_go_on_from(after):
+            return after
+        _log.warning("%s, or what it goes on from, is not there any more: a full checkpoint is saved", after.url)
+        return None
+
     def rest(go_on: Callable[[], None] | None) -> None:
         if go_on is not None and not worker.policy.shares_steps:
             go_on()
-        once(worker, name, lambda last: _write(worker, dirname, mode, moment, shares, last, go_on), by_anyone=False)
+        once(worker, name, lambda last: _write(worker, dirname, base_of(last), moment, shares, go_on), by_anyone=False)
 
     return rest
 
@@ -84,14 +94,11 @@ def begin(worker: WorkerRuntime, dirname: object, mode: object, own: Bytes | Non
 def _write(
     worker: WorkerRuntime,
     dirname: object,
-    mode: object,
+    after: Saved | None,
     moment: Moment,
     shares: Shares | None,
-    last: dict[str, Any],
     go_on: Callable[[], None] | None,
 ) -> None:
-    # Without one before it, a delta has everything.
-    after = Saved(last["id"], last["url"]) if mode == DELTA and last["id"] else None
     own, lockstep = worker.own_states, worker.policy.shares_steps
     collected = own.collect(shares) if shares is not None and lockstep else None  # before anybody goes on
     try:
