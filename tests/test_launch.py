@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import re
@@ -23,6 +24,7 @@ from fleet.base import ports
 from fleet.base.cluster import Endpoint, Role
 from fleet.errors import ConfigurationError, PortInUseError
 from fleet.launch import cli, host_network
+from fleet.launch.job_folder import alone_in
 from fleet.launch.process_plan import (
     LaunchPlan,
     ProcessSpec,
@@ -859,6 +861,16 @@ def test_a_folder_with_something_that_cannot_be_replaced_is_refused(
     assert message in err
     assert "another folder" in err
     assert not (tmp_path / "started").exists()
+
+
+def test_a_job_runs_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", full)
+    another = pytest.raises(ConfigurationError, match="another fleetrun has its job")
+    with alone_in({tmp_path: "--log_dir"}), another, alone_in({tmp_path: "--log_dir"}):
+        pass
 
 
 def test_what_the_system_does_not_start_is_named(

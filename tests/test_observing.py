@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import io
 import itertools
@@ -820,6 +821,60 @@ def test_who_has_joined_and_not_left_has_broken_off(tmp_path: Path) -> None:
         assert not has_broken_off(tmp_path, "worker 0", 1100.0), "it kept no record any more, for a full disk say"
         record.write(1101.0, "worker", {"steps": 4}, is_last=True)
         assert not has_broken_off(tmp_path, "worker 0", 1102.0)
+
+
+@pytest.mark.parametrize("lines", [0, 1])
+def test_who_could_record_no_more_has_not_broken_off(
+    lines: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that ends well on a disk that is full, or is filled by its last checkpoint, has not failed."""
+    taken = itertools.count()
+    append = Record._append
+
+    def on_a_full_disk(record: Record, data: bytes) -> None:
+        if next(taken) >= lines:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        append(record, data)
+
+    monkeypatch.setattr(Record, "_append", on_a_full_disk)
+    monkeypatch.setattr("fleet.telemetry.observer.PERIOD_S", 0.01)
+    settings = ProcessSettings(observing=ObservingSettings(record_dir=str(tmp_path)))
+    observer = Observer("worker 0", "worker", dict, settings)
+    if lines:
+        until(lambda: len(newest(tmp_path)) == 1)
+    observer.close()
+    assert not any(line.is_last for line in newest(tmp_path))
+    assert not has_broken_off(tmp_path, "worker 0", time.time())
+
+
+def test_a_line_that_a_disk_takes_in_parts_is_whole(tmp_path: Path) -> None:
+    with contextlib.closing(Record(tmp_path, "worker 0")) as record:
+        file = record._file
+
+        class Slow:
+            def write(self, data: memoryview) -> int | None:
+                return file.write(data[:7])
+
+            def close(self) -> None:
+                file.close()
+
+        record._file = Slow()  # type: ignore[assignment]
+        record.write(1.0, "worker", {"steps": 3}, is_last=True)
+    (line,) = read_records(tmp_path)
+    assert line.told == {"steps": 3}
+
+
+def test_lines_that_are_not_ours_are_passed_over(tmp_path: Path) -> None:
+    ours = {"at": 10.0, "process": "worker 1", "kind": "worker", "told": {"steps": 1}}
+    event = {"at": 10.0, "process": "fleetrun", "kind": "event", "told": {"process": "worker 1", "what": "started"}}
+    odd = [
+        *(ours | {"at": at} for at in (math.nan, math.inf, 10**400)),
+        *(ours | {"process": process} for process in ("worker", "worker x", "worker ²", "", 3)),
+        *(event | {"told": told} for told in ({}, {"process": "worker 1"}, {"process": 1, "what": "started"})),
+    ]
+    text = "".join(f"{json.dumps(each)}\n" for each in [ours, *odd, event])
+    (tmp_path / "worker.1.record.jsonl").write_text(f"{text}{'[' * 100_000}\n")
+    assert [line.kind for line in read_records(tmp_path)] == ["worker", "event"]
 
 
 def test_a_job_leaves_records(tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ def _taken(folder: Path, chosen_by: str) -> int:
             where=str(folder),
             todo=f"Give this job another folder with {chosen_by}, or wait until the other one is over.",
         )
-    os.ftruncate(descriptor, 0)
-    os.write(descriptor, b"%d\n" % os.getpid())
+    with contextlib.suppress(OSError):  # it says who holds the folder, which a job on a full disk does without
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, b"%d\n" % os.getpid())
     return descriptor

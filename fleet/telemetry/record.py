@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +29,9 @@ MOST_BYTES = 8 << 20
 SUFFIX = ".record.jsonl"
 #: The kind of line that tells what happened to whom; launchers write them.
 EVENT = "event"
+#: When a file was changed last whose writer could go on no more.
+_GIVEN_UP = 0
+_WORKER = re.compile(r"worker [0-9]+")
 #: A last line that is longer than this is not looked for.
 _LONGEST_LINE = 16 << 20
 
@@ -54,6 +59,7 @@ class Record:
         self._path = path_of(folder, process)
         self._file = self._path.open("ab", buffering=0)
         self._bytes = self._path.stat().st_size
+        self._is_ended = False
         if self._bytes:  # an earlier process may have died in the middle of a line
             self._append(b"\n")
 
@@ -62,14 +68,20 @@ class Record:
         if is_last:
             line["last"] = True
         self._append(json.dumps(line, separators=(",", ":"), default=float).encode() + b"\n")
+        self._is_ended = is_last
         if self._bytes > self._most_bytes:
             self._thin_out()
 
     def close(self) -> None:
         self._file.close()
+        if not self._is_ended:  # nothing can be written any more, but its process goes on
+            with contextlib.suppress(OSError):
+                os.utime(self._path, (_GIVEN_UP, _GIVEN_UP))  # which takes no room on a disk
 
     def _append(self, data: bytes) -> None:
-        self._file.write(data)
+        rest = memoryview(data)
+        while rest:  # a disk that is nearly full takes a part
+            rest = rest[self._file.write(rest) :]
         self._bytes += len(data)
 
     def _thin_out(self) -> None:
@@ -137,15 +149,16 @@ def newest(directory: Path, processes: Iterable[str] | None = None) -> list[Line
 
 
 def has_broken_off(directory: Path, process: str, at: float) -> bool:
-    """Say whether a process ended as part of a job without having left it. Old lines prove nothing: a record ends
-    before its process if the disk is full."""
+    """Say whether a process ended as part of a job without having left it. Old lines prove nothing, nor does a record
+    that was given up: it ends before its process if the disk is full."""
     path = path_of(directory, process)
     last = _last(path)
     try:
-        written = path.stat().st_mtime if last is None else last.at
+        changed = path.stat().st_mtime
     except OSError:  # it has never joined
         return False
-    return not (last is not None and last.is_last) and at - written < SILENT_S
+    written = changed if last is None else last.at
+    return not (last is not None and last.is_last) and changed != _GIVEN_UP and at - written < SILENT_S
 
 
 def view_of(at: float, lines: Iterable[Line]) -> View:
@@ -239,6 +252,13 @@ def _parsed(line: bytes) -> Line | None:
     try:
         told = json.loads(line)
         made = Line(float(told["at"]), str(told["process"]), str(told["kind"]), told["told"], told.get("last") is True)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
-    return made if isinstance(made.told, Mapping) else None
+    return made if isinstance(made.told, Mapping) and math.isfinite(made.at) and _is_named(made) else None
+
+
+def _is_named(line: Line) -> bool:
+    """Say whether a line tells of a process as those who read it expect."""
+    if line.kind == EVENT:
+        return all(isinstance(line.told.get(key), str) for key in ("process", "what"))
+    return line.kind != "worker" or _WORKER.fullmatch(line.process) is not None
