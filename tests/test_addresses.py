@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -15,12 +17,13 @@ import torch
 from harness import Job, until
 
 from fleet import Fleet
-from fleet.base import exposure
+from fleet.base import exposure, ports
 from fleet.base.cluster import Endpoint
 from fleet.base.settings import ProcessSettings
 from fleet.errors import AuthenticationError, ConfigurationError, PortInUseError, UnsupportedError
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
+from fleet.ps.wire.health import Health
 from fleet.ps.wire.real_network import real_network
 from fleet.ps.wire.transport import Listener, Respond
 from fleet.ps.wire.wire_errors import raise_if_error
@@ -215,6 +218,28 @@ def test_a_health_port_that_cannot_be_had(listen: Callable[..., Listener]) -> No
     for port in ("0", "x", "65536", "-1"):
         with pytest.raises(ConfigurationError, match="FLEET_HEALTH_PORT is not usable; expected a port from 1"):
             ProcessSettings.read({"FLEET_HEALTH_PORT": port})
+
+
+def test_why_nobody_can_listen_there_is_told(listen: Callable[..., Listener]) -> None:
+    """The system says it, and gRPC does not."""
+    pytest.importorskip("grpc_health", reason="the extra 'health'")
+    elsewhere, reason = Endpoint("203.0.113.1", free_port()), r"got Cannot assign requested address \(EADDRNOTAVAIL\)"
+    with pytest.raises(ConfigurationError, match=f"cannot listen here; at {elsewhere}; {reason}"):
+        listen(elsewhere, {"FLEET_INSECURE": "1", "FLEET_DIRECT_PORT": "off"})
+    with pytest.raises(ConfigurationError, match=f"cannot take health checks here; at {elsewhere}; {reason}"):
+        Health(elsewhere)
+
+
+def test_a_port_that_the_system_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Denied(socket.socket):
+        def bind(self, address: object) -> None:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ports.socket, "socket", Denied)
+        told = ports.why_not(Endpoint("127.0.0.1", 80))
+    assert told == "Permission denied (EACCES); ports below 1024 are for those whom the system permits"
+    assert ports.why_not(Endpoint("127.0.0.1", free_port())) == ""
 
 
 def test_health_without_its_package(listen: Callable[..., Listener], monkeypatch: pytest.MonkeyPatch) -> None:

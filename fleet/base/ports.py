@@ -5,18 +5,34 @@ from __future__ import annotations
 import errno
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 from fleet.base.cluster import Endpoint
+from fleet.base.system_errors import reason
 
 
 def is_taken(endpoint: Endpoint) -> bool:
     """Say whether somebody listens where we want to listen. An address that is not ours does not count as taken."""
-    host = endpoint.host.strip("[]")
+    # An address or a family that this machine does not have is no port in use.
+    return any(error.errno == errno.EADDRINUSE for error in _refusals(endpoint))
+
+
+def why_not(endpoint: Endpoint) -> str:
+    """Return the system's reason for which nobody can listen there; empty if it has none."""
+    for error in _refusals(endpoint):
+        hint = "; ports below 1024 are for those whom the system permits" if error.errno == errno.EACCES else ""
+        return f"{reason(error)}{hint}"
+    return ""
+
+
+def _refusals(endpoint: Endpoint) -> Iterator[OSError]:
+    """Try to listen at every address of an endpoint, and yield what the system says against it."""
     try:
-        infos = socket.getaddrinfo(host, endpoint.port, type=socket.SOCK_STREAM)
-    except OSError:
-        return False
+        infos = socket.getaddrinfo(endpoint.host.strip("[]"), endpoint.port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        yield error
+        return
     for family, kind, proto, _, address in infos:
         try:
             with socket.socket(family, kind, proto) as probe:
@@ -24,10 +40,8 @@ def is_taken(endpoint: Endpoint) -> bool:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(address)
                 probe.listen(1)
-        except OSError as error:  # an address or a family this machine does not have is no port in use
-            if error.errno == errno.EADDRINUSE:
-                return True
-    return False
+        except OSError as error:
+            yield error
 
 
 def holder_of(port: int) -> str:

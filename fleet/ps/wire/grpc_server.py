@@ -21,7 +21,7 @@ import grpc
 from fleet.base.clock import SystemClock
 from fleet.base.cluster import Binding, Endpoint
 from fleet.base.exposure import warn_if_only_here
-from fleet.base.ports import holder_of, is_taken
+from fleet.base.ports import holder_of, is_taken, why_not
 from fleet.errors import AuthenticationError, ConfigurationError, PortInUseError
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.grpc_client import EXCHANGE, MAX_MESSAGE_BYTES, TOKEN, UPLOAD, URGENT, GrpcChannel, of_at_most
@@ -114,7 +114,7 @@ def started(
         raise ConfigurationError(
             "cannot listen here",
             where=str(at),
-            got=str(error),
+            got=why_not(at) or str(error),
             todo="Give the server an address of this machine; FLEET_BIND_ADDRESS is one that others need not know.",
         ) from None
     server.start()

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 
 from fleet.base.cluster import Binding, Endpoint
-from fleet.base.ports import holder_of, is_taken
+from fleet.base.ports import holder_of, is_taken, why_not
 from fleet.errors import ConfigurationError, PortInUseError, UnsupportedError
 from fleet.ps.wire.transport import Channel, Handler, Listener, Network
 
@@ -91,7 +91,7 @@ class Health:
             raise ConfigurationError(
                 "cannot take health checks here",
                 where=str(at),
-                got=str(error),
+                got=why_not(at) or str(error),
                 todo="Give the server an address of this machine.",
             ) from None
         self._server.start()
