@@ -1347,6 +1347,73 @@ def test_a_synchronous_job_ends_where_it_would_with_a_worker_that_starts_again(
     assert ("worker 1 goes on after step 4, which the others have taken" in caplog.text) is amid
 
 
+@pytest.mark.parametrize("mode", ["sync", "half_async"])
+@pytest.mark.parametrize("amid", ["before it clips", "between two backwards"])
+def test_one_that_starts_again_does_not_come_amid_a_step(net: Net, mode: str, amid: str) -> None:
+    """It knows nothing of what the others have done of that. They take it without this worker, and meet it then."""
+    lives: list[int] = []
+
+    def train(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
+        model = copy.deepcopy(net)
+        strategy = getattr(StrategyFactory, f"create_{mode}_strategy")(dense="all_reduce")
+        plain = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = fleet_.distributed_optimizer(plain, strategy, model=model)
+        fleet_.init_worker()
+        group = worker_of(fleet_).dense.group
+        dies = worker == 1 and not lives
+        lives.extend([1] * (worker == 1))
+        step = fleet_.resume_step()
+        while not (group.number > 1 and group.size == 3 and group.rounds_here >= 8):
+            optimizer.zero_grad()
+            model.loss(step, worker).backward()
+            if dies and step == 3:
+                leave(fleet_)
+                return again()
+            if amid == "before it clips":
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            else:
+                model.loss(step, worker).backward()
+            optimizer.step()
+            step += 1
+        return [each.detach().clone() for each in model.dense.parameters()]
+
+    def again() -> list[torch.Tensor]:
+        fleet_ = Fleet(environ=SOON, network=job.network)
+        fleet_.init(UserDefinedRoleMaker(1, Role.WORKER, 3, job.endpoints))
+        seen = train(fleet_, 1)
+        fleet_.stop_worker()
+        return seen
+
+    job = Job(train, 3, 2, environ=SOON)
+    job.join(job.start())
+    assert not [(name, error) for name, error in job.errors.items() if name != "worker 1"]  # which never said goodbye
+    assert all(torch.equal(a, b) for a, b in zip(job.results[0], job.results[2], strict=True))
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_one_leaves_the_others_whose_options_differ(net: Net, dies: bool) -> None:
+    """It says goodbye, or is gone between its backward and its step."""
+
+    def body(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
+        model = copy.deepcopy(net.dense)
+        plain = torch.optim.SGD(model.parameters(), 0.2 if worker == 1 else 0.05)
+        optimizer = fleet_.distributed_optimizer(plain, sync(dense="all_reduce"), model=model)
+        fleet_.init_worker()
+        for step in range(STEPS):
+            if worker == 2 and step == 3 and not dies:
+                break
+            model(torch.full((8, 4), 0.1 * step)).square().mean().backward()
+            if worker == 2 and step == 3:
+                leave(fleet_)
+                break
+            optimizer.step()
+            optimizer.zero_grad()
+        return [each.detach().clone() for each in model.parameters()]
+
+    one, other, _ = run_job(body, 3, environ=SOON)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
 def test_one_that_starts_again_where_layers_have_joined_is_refused(net: Net) -> None:
     """It does not know of them, and could get them from the others only when it did. These go on without it."""
     refused: list[FleetError] = []

@@ -48,6 +48,8 @@ class Meetings:
         self._members: dict[int, int] = {}
         self._outcome = ""
         self._come: dict[int, _Come] = {}
+        #: who has come without values, and comes again after a push: others that hear of it late are to wait for it
+        self._returning: set[int] = set()
         #: who meets nobody any more, and has not said goodbye yet
         self._leaving: set[int] = set()
         self._broken = 0
@@ -82,6 +84,7 @@ class Meetings:
         if before is not None and before.incarnation == incarnation:
             waiting = waiting.repeating(before.waiting)
         self._come[worker] = _Come(incarnation, request.step, meet, waiting)
+        self._returning.discard(worker)
         self._tell()
 
     def broke(self, group: int) -> None:
@@ -96,6 +99,7 @@ class Meetings:
     def left(self, worker: int) -> None:
         """Note that a worker's process is gone. Those who have not agreed to go on without it cannot go on."""
         self._come.pop(worker, None)
+        self._returning.discard(worker)
         # One that has been started again does not know who is in the group that there is.
         is_in_it = worker in self._members or (self._newest > 0 and not self._members)
         if is_in_it and worker not in self._leaving:
@@ -120,6 +124,7 @@ class Meetings:
 
     def send_on(self, workers: Collection[int], outbox: Outbox) -> None:
         """Send these on to their next push, after which they come again."""
+        self._returning.update(worker for worker in workers if not self._come[worker].meet.has_values)
         for come in map(self._come.pop, workers):
             outbox.append((come.waiting.respond, Frame(pb.Reply(about=json.dumps({"number": 0, "members": []})))))
         self._tell()
@@ -127,9 +132,13 @@ class Meetings:
     def answer_ready(self, awaited: Collection[int], outbox: Outbox, *, is_trained: bool) -> None:
         """Let the meeting end once everybody has come. All hear whether the job ``is_trained`` already."""
         self._doubt()
-        if not self._come or not self._come.keys() >= set(awaited) - self._leaving:
+        come, rest = dict(sorted(self._come.items())), {}
+        if any(each.meet.in_a_step for each in come.values()):  # of which those who have just come know nothing
+            rest = {worker: each for worker, each in come.items() if not each.meet.has_values}
+            come = {worker: each for worker, each in come.items() if worker not in rest}
+        if not come or not come.keys() >= set(awaited) - self._leaving - rest.keys():
             return
-        come, self._come = dict(sorted(self._come.items())), {}
+        self._come = rest
         self._number = 1 + max(self._number, *(each.meet.group for each in come.values()))
         self._members = {worker: each.incarnation for worker, each in come.items()}
         said = [
@@ -178,10 +187,11 @@ class Meetings:
         return Frame(pb.Reply(about=self._outcome))
 
     def _tell(self) -> None:
-        self.told = (self._number + 1 if self._come else 0, self._broken)
+        self.told = (self._number + 1 if self._come or self._returning else 0, self._broken)
 
     def waiting(self) -> list[Waiting]:
         return [each.waiting for each in self._come.values()]
 
     def clear(self) -> None:
         self._come.clear()
+        self._returning.clear()

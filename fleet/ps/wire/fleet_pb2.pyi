@@ -301,11 +301,12 @@ class Look(_message.Message):
     def __init__(self, root: _Optional[str] = ..., job_id: _Optional[str] = ..., by_server: bool = ..., former: _Optional[int] = ...) -> None: ...
 
 class Meet(_message.Message):
-    __slots__ = ["address", "broken", "group", "has_values", "leaving", "rounds", "steps"]
+    __slots__ = ["address", "broken", "group", "has_values", "in_a_step", "leaving", "rounds", "steps"]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     BROKEN_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     HAS_VALUES_FIELD_NUMBER: _ClassVar[int]
+    IN_A_STEP_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
@@ -313,10 +314,11 @@ class Meet(_message.Message):
     broken: bool
     group: int
     has_values: bool
+    in_a_step: bool
     leaving: bool
     rounds: int
     steps: int
-    def __init__(self, group: _Optional[int] = ..., broken: bool = ..., address: _Optional[str] = ..., rounds: _Optional[int] = ..., has_values: bool = ..., steps: _Optional[int] = ..., leaving: bool = ...) -> None: ...
+    def __init__(self, group: _Optional[int] = ..., broken: bool = ..., address: _Optional[str] = ..., rounds: _Optional[int] = ..., has_values: bool = ..., steps: _Optional[int] = ..., leaving: bool = ..., in_a_step: bool = ...) -> None: ...
 
 class News(_message.Message):
     __slots__ = ["exact", "lapsed", "newer", "number", "over", "rest_s", "start"]

@@ -124,8 +124,11 @@ class DenseGroup:
         return self._workers[rank]
 
     def rank_of(self, worker: int) -> int:
-        """Return where a worker is in the group that there is; the first rank if it is gone."""
-        return self._workers.index(worker) if worker in self._workers else 0
+        """Return where a worker is in the group that there is."""
+        return self._workers.index(worker)
+
+    def has(self, worker: int) -> bool:
+        return worker in self._workers
 
     @property
     def _first(self) -> Connection:
@@ -146,7 +149,9 @@ class DenseGroup:
         """Say whether somebody waits for another group."""
         return self._first.meeting > self.number > 0
 
-    def meet(self, step: int, steps: int, device: torch.device, *, has_values: bool) -> list[Comer]:
+    def meet(
+        self, step: int, steps: int, device: torch.device, *, has_values: bool, in_a_step: bool = False
+    ) -> list[Comer]:
         """Make a group with all workers that there are, and return who is in it, in the order of ranks. This worker has
         taken so many ``steps`` with others, and the servers have ``step`` pushes of it. Nobody is in it where the round
         that this worker is in is over for others, which wait for its push: then they meet when the step is over."""
@@ -155,7 +160,8 @@ class DenseGroup:
             self.close()
             try:
                 with self._exchanging:
-                    meet = partial(self._meet, step, steps, device, broken=broken, has_values=has_values)
+                    said = pb.Meet(broken=broken, steps=steps, has_values=has_values, in_a_step=in_a_step)
+                    meet = partial(self._meet, step, said, device)
                     comers: list[Comer] = self.following(meet)
                     return comers
             except FleetError:  # of the servers, some of which are RuntimeErrors too
@@ -168,18 +174,12 @@ class DenseGroup:
                 self._is_broken = True
                 raise
 
-    def _meet(self, step: int, steps: int, device: torch.device, *, broken: bool, has_values: bool) -> list[Comer]:
+    def _meet(self, step: int, said: pb.Meet, device: torch.device) -> list[Comer]:
         host = _own_address(self._first.endpoint.host, self._first.endpoint.port)
         # Whoever comes to the first one's while torch is at making it waits for five seconds now and then.
         port, own = _own_store(host)
-        asked = pb.Meet(
-            group=self.number,
-            broken=broken,
-            address=json.dumps([host, port]),
-            rounds=self.rounds,
-            steps=steps,
-            has_values=has_values,
-        )
+        asked = pb.Meet(group=self.number, address=json.dumps([host, port]), rounds=self.rounds)
+        asked.MergeFrom(said)
         reply = self._first.call(Frame(self._first.request(step, meet=asked)), "a meeting of the workers")
         told = json.loads(reply.message.about)
         comers = [Comer(**each) for each in told["members"]]

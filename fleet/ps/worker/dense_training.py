@@ -70,8 +70,7 @@ class DenseTraining:
         self._options = DenseOptions(self._described)
         #: which options the last step was taken with, as words tell; 0 before the first one here
         self._options_used = 0
-        #: the worker whose options count where workers have others, and the one whose values all take over in the step
-        self._leader: int | None = None
+        #: the worker whose values all take over in the step
         self._giver: int | None = None
         self._leading: list[dict[str, Any]] | None = None
         self._is_told_of_options = False
@@ -168,7 +167,9 @@ class DenseTraining:
         ``in_backward``, which may need the model's buffers as they are, those come when that is through."""
         while True:
             step, self._is_ready = self._progress.completed, False
-            comers = self.group.meet(step, self._steps, self._device, has_values=self._has_values)
+            # Some rounds of a step may be over, and it not.
+            amid = in_a_step or self.group.rounds != self._rounds_before
+            comers = self.group.meet(step, self._steps, self._device, has_values=self._has_values, in_a_step=amid)
             if in_a_step and len({(each.rounds, each.place) for each in comers}) != 1:
                 raise self._lost_in_a_step(f"workers that were not as far: {[each.worker for each in comers]}")
             if not comers:
@@ -256,25 +257,21 @@ class DenseTraining:
         group.has_buckets = all(said[3] for said in done.words) and len({said[12:] for said in done.words}) == 1
         self._level_rows(done.marked)
         replaced = [rank for rank, said in enumerate(done.words) if said[2]]
-        if self._find_leader(done) and not replaced:
-            replaced = [done.workers[0]]  # the last step was taken with several, and values are not equal any more
+        have, used = ({done.words[rank][at : at + 4] for rank in done.workers} for at in (4, 8))
+        if len(used - {(0,) * 4}) > 1 and not replaced:
+            replaced = [done.workers[0]]  # the last step was taken with several options, and values are not equal
         if replaced:
             self._is_replaced = False
             self._giver = group.worker_at(replaced[0])  # in the step: another backward may need values as they are
+        self._leading = None
+        if len(have) > 1:  # now, as one that leaves is still there
+            self._agree_on_options(done.workers[0])
         buffers = buffers_to_share(self._buffered)
         if buffers and done.workers:
             try:
                 group.broadcast(buffers, done.workers[0])
             except GroupBrokenError:  # they come with the next group
                 group.tell_broken(self._progress.completed)
-
-    def _find_leader(self, done: Round) -> bool:
-        """Find out whose options count, if those of workers differ. Say whether they have done so in a step that is
-        over."""
-        have = {done.words[rank][4:8] for rank in done.workers}
-        used = {done.words[rank][8:12] for rank in done.workers} - {(0,) * 4}
-        self._leader = self.group.worker_at(done.workers[0]) if max(len(have), len(used)) > 1 else None
-        return len(used) > 1
 
     def _level_rows(self, marked: Sequence[bool]) -> None:
         """Let gradients of rows lead all workers to the same decisions: where others have some of a table this worker
@@ -306,7 +303,6 @@ class DenseTraining:
             self._giver = None  # what it has given has come with that
         else:
             self._agree_on_values()
-            self._agree_on_options()
         is_taken = not if_finite or self._is_finite()
         if is_taken and not reducer.is_taken_over:
             if self._check_finite:
@@ -320,8 +316,10 @@ class DenseTraining:
         if update is not None and not reducer.is_taken_over:
             leading, self._leading = self._leading, None
             with self._described.steps_without_tables(), self._options.of_a_step(leading):
-                self._options_used = self._options.digest
+                self._options_used = self._digest
                 update()
+        if reducer.is_taken_over:  # by whichever the others have
+            self._options_used = 0
         reducer.is_taken_over = False
         self._steps += not self._is_late
         self._be_between_steps()
@@ -337,21 +335,29 @@ class DenseTraining:
         giver, self._giver = self._giver, None
         if giver is None:
             return
-        with self._in_a_step(), self.group.together("values that have been replaced"):
-            source, takes = (
-                self.group.rank_of(giver),
-                not self._is_replaced,
-            )  # or the others get them with the next step
-            self._loads = hand_over(self.group, self._described, self._options, source, self._loads, takes=takes)
+        takes = not self._is_replaced  # or the others get them with the next step
+        while True:
+            try:
+                with self.group.together("values that have been replaced"):
+                    source = self.group.rank_of(giver)
+                    self._loads = hand_over(
+                        self.group, self._described, self._options, source, self._loads, takes=takes
+                    )
+                return
+            except GroupBrokenError as error:
+                self._meet(in_a_step=True)
+                if not self.group.has(giver):
+                    raise self._lost_in_a_step(str(error)) from None
 
-    def _agree_on_options(self) -> None:
-        """Hear which options a step is to be taken with."""
-        self._leading = None
-        if self._leader is None:
-            return
+    def _agree_on_options(self, leader: int) -> None:
+        """Hear which options a step is to be taken with: those of the rank ``leader``."""
         own = self._options.read()
-        with self._in_a_step(), self.group.together("the options of a step"):
-            self._leading = told_by(self.group, self.group.rank_of(self._leader), own)
+        try:
+            with self.group.together("the options of a step"):
+                self._leading = told_by(self.group, leader, own)
+        except GroupBrokenError:  # each takes the step with its own, and all are brought together in the next one
+            self.group.tell_broken(self._progress.completed)
+            return
         pairs = [*zip(self._leading, own, strict=True)]
         differing = [[name for name in first if first[name] != mine.get(name)] for first, mine in pairs]
         if any(differing) and not self._is_told_of_options:
@@ -404,8 +410,12 @@ class DenseTraining:
         reducer = self._reducer
         is_ready = self._is_ready and reducer is not None and not reducer.lacks_some
         said = int(is_last), step, int(self._is_replaced), int(is_ready)
-        told = self._options.digest, self._options_used, 0 if reducer is None else reducer.watched
+        told = self._digest, self._options_used, 0 if reducer is None else reducer.watched
         return *said, *b"".join(each.to_bytes(4, "big") for each in told)
+
+    @property
+    def _digest(self) -> int:
+        return self._options.digest if self.group.size > 1 else 0  # there is nobody to tell
 
     def _run_round(self, *, taking_part: bool) -> None:
         reducer = self._armed
