@@ -136,14 +136,16 @@ ELSEWHERE = "fleet"
 
 
 class Kept(NamedTuple):
-    """Tells that the servers have optimizers' state: after how many steps of this worker, and whether they have all of
-    it. In GEO they lack that of dense parameters."""
+    """Tells that state is not in the optimizers: after how many steps of this worker, that of which parameters, where
+    it is instead (in words), and whether checkpoints have it. In GEO rows have theirs beside them, on the worker."""
 
     step: int
-    is_all: bool
+    holds: Callable[[Any], bool]
+    where: str
+    is_saved: bool
 
 
-#: What the servers have of the optimizers' state; None where all of it is in this process.
+#: What is kept elsewhere of the optimizers' state; None where all of it is in them.
 KeptAt = Callable[[], "Kept | None"]
 
 
@@ -184,51 +186,121 @@ def has_own_step(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class OptimizerState(defaultdict[Any, Any]):
-    """Is the ``state`` of a wrapped optimizer: torch's, and empty while the servers have it. Code that reads what a
-    parameter has there, or would have the optimizer forget it, is told so; a walk through it finds nothing."""
+    """Is the ``state`` of wrapped optimizers: torch's, without what is kept elsewhere. Code that reads what a parameter
+    has there, or would have the optimizer forget it, is told so; a walk through it finds nothing."""
 
-    def __init__(self, kept_at: KeptAt, state: Mapping[Any, Any]) -> None:
-        super().__init__(dict, state)
+    def __init__(self, kept_at: KeptAt, optimizers: Sequence[torch.optim.Optimizer], state: Mapping[Any, Any]) -> None:
+        super().__init__(dict)
         self._kept_at = kept_at
+        self._optimizers = optimizers
+        #: what constructors made for parameters whose state is elsewhere: nobody goes on from it in this job
+        self._made: dict[Any, Any] = {}
+        kept = kept_at()
+        for param, each in {**state, **getattr(state, "_made", {})}.items():
+            if kept is None or not kept.holds(param):
+                super().__setitem__(param, each)
+            else:
+                self._made[param] = each
 
     def __bool__(self) -> bool:
         # Torch's checkpoints take a step of an optimizer without state, to have some.
-        return self._is_elsewhere or len(self) > 0
+        return self.is_partial or len(self) > 0
 
     def __missing__(self, param: Any) -> Any:
-        self._refuse("state was looked up in")
+        self._refuse("was looked up in", param)
         return super().__missing__(param)
 
-    def clear(self) -> None:
-        self._refuse("something cleared")
-        super().clear()
+    def get(self, param: Any, default: Any = None) -> Any:
+        self._refuse("was looked up in", param)
+        return super().get(param, default)
 
-    def update(self, *state: Any, **more: Any) -> None:
-        self._refuse("something was put into")
-        super().update(*state, **more)
+    def setdefault(self, param: Any, default: Any = None) -> Any:
+        self._refuse("was looked up in", param)
+        return super().setdefault(param, default)
+
+    def pop(self, param: Any, *default: Any) -> Any:
+        self._refuse("was taken out of", param)
+        return super().pop(param, *default)
+
+    def __delitem__(self, param: Any) -> None:
+        self._refuse("was taken out of", param)
+        super().__delitem__(param)
 
     def __setitem__(self, param: Any, state: Any) -> None:
-        self._refuse("something was put into")
+        self._refuse("was put into", param)
         super().__setitem__(param, state)
+
+    def clear(self) -> None:
+        self._refuse("was cleared from", *self._params)
+        super().clear()
+
+    def popitem(self) -> tuple[Any, Any]:
+        self._refuse("was taken out of", *self._params)
+        return super().popitem()
+
+    def update(self, *state: Any, **more: Any) -> None:
+        for param, each in dict(*state, **more).items():
+            self[param] = each
+
+    def __ior__(self, state: Any) -> Any:  # type: ignore[misc]
+        self.update(state)
+        return self
 
     def __reduce__(self) -> Any:
         return defaultdict, (dict,), None, None, iter(self.items())
 
     @property
-    def _is_elsewhere(self) -> bool:
+    def is_partial(self) -> bool:
+        """Say whether state of some of the parameters is kept elsewhere."""
+        return any(self._kept(param) is not None for param in self._params)
+
+    @property
+    def _params(self) -> Iterator[Any]:
+        groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
+        return (param for group in groups for param in group["params"])
+
+    def _kept(self, param: Any) -> Kept | None:
         kept = self._kept_at()
-        return kept is not None and kept.is_all
+        return kept if kept is not None and kept.holds(param) else None
 
-    def _refuse(self, what: str) -> None:
-        if self._is_elsewhere:
-            raise _elsewhere(f"{what} an optimizer's state, which is on the servers")
+    def _refuse(self, what: str, *params: Any) -> None:
+        for kept in filter(None, map(self._kept, params)):
+            raise _elsewhere(f"state {what} an optimizer's state", kept)
 
 
-def _elsewhere(what: str) -> UnsupportedError:
-    return UnsupportedError(
-        what,
-        todo="Save the whole job with fleet.save_persistables(dirname), which has it; to have none, begin a new job.",
-    )
+class JoinedState(OptimizerState):
+    """Shows the state of several optimizers, each of which has its own."""
+
+    def __init__(self, kept_at: KeptAt, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        states = (optimizer.state.items() for optimizer in optimizers)
+        super().__init__(kept_at, optimizers, dict(chain.from_iterable(states)))
+
+    def __missing__(self, param: Any) -> Any:
+        for optimizer in self._optimizers:
+            if any(each is param for group in optimizer.param_groups for each in group["params"]):
+                return optimizer.state[param]
+        raise KeyError(param)
+
+    def _refuse_change(self, *_: object, **__: object) -> NoReturn:
+        raise UnsupportedError(
+            "the state of several optimizers cannot be changed at once",
+            todo="Change that of the optimizer which was handed to fleet.distributed_optimizer().",
+        )
+
+    setdefault = pop = popitem = clear = update = _refuse_change
+    __setitem__ = __delitem__ = __ior__ = _refuse_change
+
+
+def state_in(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> Mapping[str, Any]:
+    """Return what an optimizer itself has of a parameter's state, be the rest elsewhere."""
+    return dict.get(optimizer.state, param, {})
+
+
+def _elsewhere(what: str, kept: Kept) -> UnsupportedError:
+    todo = "Save the whole job with fleet.save_persistables(dirname), which has it; to have none, begin a new job."
+    if not kept.is_saved:
+        todo = "To have none, go on from fleet.save_persistables(dirname) in a new job: it leaves that of rows out."
+    return UnsupportedError(f"{what}, which {kept.where}", todo=todo)
 
 
 class StateDicts:
@@ -251,13 +323,16 @@ class StateDicts:
             optimizer.register_state_dict_post_hook(self._mark)
             optimizer.register_load_state_dict_pre_hook(self._begin)
             optimizer.register_load_state_dict_post_hook(self._end)
-            optimizer.state = OptimizerState(kept_at, optimizer.state)
+            optimizer.state = OptimizerState(kept_at, [optimizer], optimizer.state)
 
     def check_place(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Refuse another state in the place of one that is on the servers."""
+        """Refuse another state in the place of one of which something is elsewhere."""
         for optimizer in optimizers:
-            if not isinstance(optimizer.state, OptimizerState):
-                raise _elsewhere(f"{type(optimizer).__name__} was given another state, and its own is on the servers")
+            if isinstance(optimizer.state, OptimizerState):
+                continue
+            kept = self._kept_at()
+            if kept is not None and any(kept.holds(p) for group in optimizer.param_groups for p in group["params"]):
+                raise _elsewhere(f"{type(optimizer).__name__} was given another state in the place of its own", kept)
 
     def _mark(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
         kept = self._kept_at()
@@ -276,7 +351,9 @@ class StateDicts:
             group.clear()
             group.update(loaded)
         optimizer.param_groups = groups
-        optimizer.state = OptimizerState(self._kept_at, optimizer.state) if self._kept_at() is None else former
+        if self._kept_at() is None:
+            former = OptimizerState(self._kept_at, [optimizer], optimizer.state)
+        optimizer.state = former
 
     def check(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
         """Refuse a state that is not the one there is, or is not there."""
@@ -389,14 +466,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Return the wrapped optimizers' state; in jobs with servers it is mostly there."""
         if len(self._wrapped) == 1:
             return self._wrapped[0].state
-        return OptimizerState(
-            self._kept_at, {param: kept for optimizer in self._wrapped for param, kept in optimizer.state.items()}
-        )
+        return JoinedState(self._kept_at, self._wrapped)
 
     @state.setter
     def state(self, state: Any) -> None:  # noqa: ARG002 - refused, or torch's constructor
         if self._constructed:
-            raise _elsewhere("an optimizer's state cannot be replaced: it is on the servers, or the wrapped one's")
+            raise UnsupportedError(
+                "an optimizer's state cannot be replaced: it is on the servers, or the wrapped one's",
+                todo="To have none, begin a new job.",
+            )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as in torch, to the last of the wrapped optimizers. In a running job every worker does so after
@@ -427,6 +505,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         given = () if closure is None else (closure,)
         with record_function("Optimizer.step#DistributedOptimizer.step"):
             _run_hooks(self, self._optimizer_step_pre_hooks.values(), given)
+            self._states.check_place(self._wrapped)
             loss = self._step(closure)
             _run_hooks(self, self._optimizer_step_post_hooks.values(), given)
         return loss
@@ -444,7 +523,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if stepper.trains_here:
             stepper.step_here(self._update)
             return loss
-        self._states.check_place(self._wrapped)
         earlier, hooks = SteppedOn(), list(map(hooks_before, self._wrapped))
         for place, optimizer in enumerate(self._wrapped):
             _run_hooks(optimizer, hooks[place])

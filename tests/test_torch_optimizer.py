@@ -575,3 +575,75 @@ def test_where_the_optimizer_steps_on_the_worker_its_state_is_there() -> None:
 
     (got,) = run_there(script, OPTIMIZERS["adam"], EXACT["geo"])
     assert alike(got, run_here(script, OPTIMIZERS["adam"]))
+
+
+class Rated(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(6, 2, sparse=True)
+        self.top = torch.nn.Linear(2, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.top(self.table(ids)).sum()
+
+
+#: Ways to read an optimizer's state of a parameter, or to have it forgotten.
+LOOKS: dict[str, Callable[[Any, Any], Any]] = {
+    "[]": lambda state, param: state[param],
+    "get": lambda state, param: state.get(param),
+    "setdefault": lambda state, param: state.setdefault(param, {}),
+    "pop": lambda state, param: state.pop(param, None),
+    "del": lambda state, param: state.__delitem__(param),
+    "[]=": lambda state, param: state.__setitem__(param, {}),
+    "update": lambda state, param: state.update({param: {}}),
+    "clear": lambda state, param: state.clear(),
+    "popitem": lambda state, param: state.popitem(),
+}
+
+
+@pytest.mark.parametrize("of_several", [False, True])
+@pytest.mark.parametrize("name", ["sgd-momentum", "adam", "adagrad"])
+@pytest.mark.parametrize("mode", ["sync", "geo", "all-reduce"])
+def test_state_that_is_elsewhere_is_neither_read_nor_forgotten(mode: str, name: str, of_several: bool) -> None:
+    """Adagrad's constructor makes some, which a job never changes. What steps on the worker has its state there."""
+    strategies: dict[str, Any] = {
+        "sync": StrategyFactory.create_sync_strategy,
+        "geo": StrategyFactory.create_geo_strategy,
+        "all-reduce": lambda: StrategyFactory.create_sync_strategy(dense="all_reduce"),
+    }
+
+    def body(fleet: Fleet, worker: int) -> None:
+        model = Rated()
+        make = OPTIMIZERS[name]
+        parts = [[model.table.weight], [*model.top.parameters()]] if of_several else [[*model.parameters()]]
+        own = [make(params) for params in parts]
+        optimizer = fleet.distributed_optimizer(own, strategies[mode](), model=model)
+        fleet.init_worker()
+        optimizer.minimize(model(torch.arange(3)))
+        elsewhere = [model.table.weight, *(model.top.parameters() if mode == "sync" else ())]
+        for param in elsewhere:
+            holder = next(each for each in own if any(p is param for p in each.param_groups[0]["params"]))
+            for way, look in LOOKS.items():
+                with pytest.raises(UnsupportedError, match=r"on the servers|beside these"):
+                    look(holder.state, param)
+                if way in ("[]", "get") or not of_several:
+                    with pytest.raises(UnsupportedError, match=r"on the servers|beside these"):
+                        look(optimizer.state, param)
+                else:
+                    with pytest.raises(UnsupportedError, match="cannot be changed at once"):
+                        look(optimizer.state, param)
+            assert all(each is not param for each in holder.state)
+            for walked, state in list(holder.state.items()):
+                holder.state[walked] = state  # as trainers do that move it to a device
+        if mode != "sync":
+            assert set(optimizer.state[model.top.weight]) == set(own[-1].state[model.top.weight]) != set()
+            del own[-1].state[model.top.bias]
+            assert own[-1].state.get(model.top.bias) is None
+        if name != "adagrad":  # torch's own needs what its constructor made
+            optimizer.minimize(model(torch.arange(3)))
+        kept, holder.state = holder.state, {}
+        with pytest.raises(UnsupportedError, match="another state"):
+            optimizer.step()
+        holder.state = kept
+
+    run_job(body, 1, 1)

@@ -131,7 +131,7 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
             )
 
     def _state_kept_at(self) -> Kept | None:
-        """Return what the servers have of the optimizers' state; None where all of it is here."""
+        """Return what is kept elsewhere of the optimizers' state; None where all of it is in them."""
         assert self._parts is not None
         optimizers, _, strategy = self._parts
         here = policy_of(strategy, strategy.update_frequency).trains_on_workers
@@ -139,9 +139,13 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
         weights = (param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"])
         if not is_all and all(handle_of(param) is None for param in weights):  # that of rows is in no optimizer
             return None
+        at = 0 if self._resumed is None else self._resumed.step
         if self._worker is not None:
-            return Kept(self._worker.progress.taken, is_all)
-        return Kept(0 if self._resumed is None else self._resumed.step, is_all)
+            at = self._worker.progress.taken
+        where = (
+            "is on the servers" if is_all else "for rows lies beside these" if here else "for rows is on the servers"
+        )
+        return Kept(at, lambda param: is_all or handle_of(param) is not None, where, is_saved=not here)
 
     # ---------------------------------------------------------------- going on
 

@@ -622,6 +622,15 @@ def _(s: Script) -> None:
     s.own[0].state.clear()
 
 
+@refused(
+    "`optimizer.state.get(p)`, `pop(p)`, `setdefault(p)`, `del optimizer.state[p]`",
+    "on the servers",
+    optimizers=momentum,
+)
+def _(s: Script) -> None:
+    s.optimizer.state.pop(s.model.out.weight, None)
+
+
 @as_in_torch("`optimizer.state` walked through: `for p, state in optimizer.state.items(): …to(device)`")
 def _(s: Script) -> Any:
     return [value.to("cpu") for state in s.optimizer.state.values() for value in state.values() if value is not None]

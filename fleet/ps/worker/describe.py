@@ -17,7 +17,7 @@ from fleet.errors import ArgumentTypeError, UnsupportedError
 from fleet.kernels import HINTS, REFUSED, RULES, Rule
 from fleet.nn.handle import TableHandle, handle_of
 from fleet.nn.trainables import ElementTypes, Member, Memory, groups, members, refuse_overlap
-from fleet.optimizer import SteppedOn, has_own_step, has_stepped
+from fleet.optimizer import SteppedOn, has_own_step, has_stepped, state_in
 from fleet.plan.specs import ALL_REDUCE, DTYPES, TABLE_DTYPES, GroupSpec, JobSpec, ParamSpec, PlanSettings, TableSpec
 from fleet.ps.consistency import policy_of
 from fleet.strategy.parameter_server import Strategy
@@ -323,7 +323,7 @@ def _rule(optimizer: torch.optim.Optimizer) -> Rule:
 
 def _refuse_state(optimizer: torch.optim.Optimizer, params: Sequence[torch.nn.Parameter]) -> None:
     """Refuse what an optimizer has kept for parameters that are the servers' from now on."""
-    if has_stepped(optimizer.state.get(param, {}) for param in params):
+    if has_stepped(state_in(optimizer, param) for param in params):
         raise UnsupportedError(
             f"{type(optimizer).__name__} already has state, which would be lost: state lives on the servers",
             todo="Wrap the optimizer before its first step; to go on from a checkpoint use init_server(model_dir).",
