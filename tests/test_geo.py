@@ -491,6 +491,79 @@ def test_rows_may_be_trained_in_evaluation_mode(every: int) -> None:
     assert run_job(body(geo(every)), 1, 2) == [expected]
 
 
+def quietly(table: Any, ids: torch.Tensor) -> None:
+    with torch.no_grad():
+        table(ids)
+
+
+#: Ways to look rows up in training that lead to no step on them.
+LEFT: dict[str, Callable[[Any, torch.Tensor], object]] = {
+    "no_grad": quietly,
+    "no backward": lambda table, ids: table(ids),
+    "no step": lambda table, ids: table(ids).sum().backward(),
+    "all rows": lambda table, ids: table.weight.detach().clone(),
+}
+
+
+@pytest.mark.parametrize("way", LEFT)
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_row_that_was_looked_up_and_not_trained_does_not_exist(way: str, every: int) -> None:
+    """In evaluation its id reads the mean, until it is trained."""
+
+    def body(strategy: Any) -> Callable[[Fleet, int], list[list[float]]]:
+        def run(fleet_: Fleet, worker: int) -> list[list[float]]:
+            table = fleet.nn.Embedding(8, 1, initializer="uniform(1, 2)")
+            optimizer = fleet_.distributed_optimizer(torch.optim.SGD(table.parameters(), lr=1.0), strategy)
+            fleet_.init_worker()
+            seen = []
+
+            def look() -> None:
+                table.eval()
+                seen.append(table(torch.arange(8))[:, 0].tolist())
+                table.train()
+
+            for ids in ([3, 4], [4, 5]):
+                LEFT[way](table, torch.arange(2, 7))
+                look()
+                optimizer.minimize(table(torch.tensor(ids)).sum() / 2)
+                look()
+            with torch.no_grad():
+                table.weight[6] = 0.5
+            look()
+            return seen
+
+        return run
+
+    (expected,) = run_job(body(None), 1, 1)
+    assert expected[0] == [1.5] * 8
+    assert run_job(body(geo(every)), 1, 2) == [expected]
+
+
+def test_a_row_that_only_another_worker_trained_exists() -> None:
+    trained, looked_up = threading.Event(), threading.Event()
+
+    def body(fleet_: Fleet, worker: int) -> list[float]:
+        table = fleet.nn.Embedding(None, 1, initializer="uniform(1, 2)")
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD(table.parameters(), lr=1.0), geo(1))
+        fleet_.init_worker()
+        if worker == 1:
+            assert looked_up.wait(20)
+            optimizer.minimize(table(torch.tensor([3])).sum())
+            trained.set()
+            return []
+        quietly(table, torch.tensor([3, 4]))
+        looked_up.set()
+        assert trained.wait(20)
+        optimizer.minimize(table(torch.tensor([9])).sum())
+        table.train()
+        held = table(torch.tensor([3]))[:, 0].tolist()
+        table.eval()
+        assert table(torch.tensor([3, 4]))[:, 0].tolist() == [*held, 1.5]
+        return held
+
+    run_job(body, 2, 2)
+
+
 def test_a_batch_of_nothing_but_padding_is_a_step_of_the_table() -> None:
     def body(strategy: Any) -> Callable[[Fleet, int], float]:
         def run(fleet_: Fleet, worker: int) -> float:

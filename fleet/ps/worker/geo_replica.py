@@ -49,13 +49,18 @@ class TableReplica:
         self._mine = Table(spec, kernel, seed=0)
         self._agreed = Table(spec, kernel, seed=0)
         self._touched: list[Ids] = []
+        #: of the ids that are held those that may have no row yet: they were looked up, and not trained
+        self._looked_up: set[int] = set()
 
     def read(self, ids: Ids, training: bool, fetch: Callable[[Ids], Array]) -> Array:
-        """Return the rows of distinct ids. What is not held is fetched, and held if it is to be trained."""
+        """Return the rows of distinct ids. What is not held is fetched, and held if it is to be trained. Outside
+        training the servers are asked which of those that were not trained here have a row."""
         if training:
             self.hold(ids, fetch)
             return self._mine.read(ids, training)
         known, rows = self._mine.known(ids), self._mine.read(ids, training)
+        if self._looked_up:
+            known &= np.fromiter((each not in self._looked_up for each in ids.tolist()), bool, len(ids))
         if not known.all():
             rows[~known] = fetch(ids[~known])
         return rows
@@ -64,6 +69,7 @@ class TableReplica:
         missing = self.missing(ids)
         if len(missing):
             fetched = fetch(missing)
+            self._looked_up.update(missing.tolist())
             self._agreed.load(missing, {WEIGHT: fetched})
             self._mine.load(missing, {WEIGHT: fetched})
 
@@ -75,14 +81,22 @@ class TableReplica:
     def train(self, ids: Ids, grads: Array, options: Mapping[str, Any]) -> None:
         self._mine.step += 1
         if len(ids):
-            self._touched.append(ids)
+            self._touch(ids)
             self._mine.apply(ids, grads, options, self._mine.step)
 
     def edit(self, ids: Ids, rows: Array, fetch: Callable[[Ids], Array]) -> None:
         """Take over rows that the script has changed by itself: they have come so far."""
         self.hold(ids, fetch)
         self._mine.load(ids, {WEIGHT: rows})
+        self._touch(ids)
+
+    def _touch(self, ids: Ids) -> None:
         self._touched.append(ids)
+        self._note_rows(ids)
+
+    def _note_rows(self, ids: Ids) -> None:
+        if self._looked_up:
+            self._looked_up.difference_update(ids.tolist())
 
     def change(self, divisor: int) -> Rows | None:
         if not self._touched:
@@ -110,6 +124,7 @@ class TableReplica:
         never used) need nothing."""
         held = self._agreed.known(ids)
         ids, values = ids[held], values[held]
+        self._note_rows(ids)
         self._mine.add(ids, values - self._agreed.read(ids, True))
         self._agreed.load(ids, {WEIGHT: values})
 

@@ -387,7 +387,7 @@ class RowReader:
             missing = held.missing(index, ids)
             there = ~np.isin(ids, missing, assume_unique=True)
             rows[ids[there]] = held.lookup(
-                index, ids[there], False, partial(self._missing, index, None, False, completed)
+                index, ids[there], True, partial(self._missing, index, None, True, completed)
             )
             if len(missing):
                 rows[missing] = self.fetch(index, missing, completed, training=True)
