@@ -513,6 +513,68 @@ def test_another_shape_is_refused_by_name() -> None:
     run_job(body)
 
 
+#: What a script makes of a parameter of a running job, and what the refusal names.
+CONVERTED: dict[str, tuple[Callable[[torch.nn.Module], Any], str]] = {
+    "double": (torch.nn.Module.double, r"'weight' was given another element type .* torch.float32; got torch.float64"),
+    "half": (torch.nn.Module.half, r"'weight' was given another element type .* torch.float32; got torch.float16"),
+    "longer": (
+        lambda model: setattr(model.weight, "data", torch.zeros(1, 5)),
+        r"'weight' was given another shape .* \(1, 2\); got \(1, 5\)",
+    ),
+    "turned": (
+        lambda model: setattr(model.weight, "data", torch.zeros(2, 1)),
+        r"'weight' was given another shape .* \(1, 2\); got \(2, 1\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+@pytest.mark.parametrize("mode", ["sync", "half-async", "async", "ssp", "gba", "auto", "geo-1", "geo-3"])
+@pytest.mark.parametrize("stops", [False, True])
+def test_what_a_parameter_cannot_become_is_named_by_whatever_call_is_next(
+    mode: str, name: str, stops: bool, tmp_path: Path
+) -> None:
+    make = {
+        "sync": StrategyFactory.create_sync_strategy,
+        "half-async": StrategyFactory.create_half_async_strategy,
+        "async": StrategyFactory.create_async_strategy,
+        "ssp": StrategyFactory.create_ssp_strategy,
+        "gba": StrategyFactory.create_gba_strategy,
+        "auto": StrategyFactory.create_auto_strategy,
+        "geo-1": lambda: StrategyFactory.create_geo_strategy(1),
+        "geo-3": lambda: StrategyFactory.create_geo_strategy(3),
+    }[mode]
+    convert, says = CONVERTED[name]
+
+    def body(fleet: Fleet, _: int) -> None:
+        model = torch.nn.Linear(2, 1)
+        optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), make(), model=model)
+        fleet.init_worker()
+        optimizer.minimize(model(torch.ones(1, 2)).sum())
+        before = [param.data for param in model.parameters()]
+        convert(model)
+        for call in (
+            fleet.barrier_worker,
+            lambda: fleet.state_dict(model),
+            lambda: fleet.save_persistables(str(tmp_path / "saved")),
+        ):
+            with pytest.raises(UnsupportedError, match=says):
+                call()
+        if stops:
+            with pytest.raises(UnsupportedError, match=says):
+                fleet.stop_worker()
+        else:
+            for param, data in zip(model.parameters(), before, strict=True):
+                param.data = data
+            optimizer.minimize(model(torch.ones(1, 2)).sum())
+
+    if stops:
+        with pytest.raises(AssertionError, match="what it still had to send did not arrive"):
+            run_job(body)
+    else:
+        run_job(body)
+
+
 # ---------------------------------------------------------------- what comes in between
 
 

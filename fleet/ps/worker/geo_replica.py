@@ -351,8 +351,16 @@ class GeoTraining:
     def flush(self, *, edits: bool) -> None:
         """Tell the servers of everything that this worker has trained, and with ``edits`` of what its script alone has
         changed since."""
-        if self.replica is not None and (self._unsent or (edits and self.replica.is_edited)):
+        if self.replica is None:
+            return
+        self._check_params()
+        if self._unsent or (edits and self.replica.is_edited):
             self._agree(self.replica)
+
+    def _check_params(self) -> None:
+        """Refuse parameters that are not what was agreed on, and cannot be compared with it."""
+        self._trained.description.check_types()
+        self._trained.writer.check_shapes()
 
     def move(self) -> None:
         """Go on with other servers."""
@@ -366,7 +374,7 @@ class GeoTraining:
 
     def _agree(self, replica: Replica) -> None:
         """Send the servers what this worker has changed, and take in what the others have."""
-        self._trained.description.check_types()
+        self._check_params()
         if has_it := self._progress.repeats_at:  # of a process that was killed
             replica.undo(has_it)
         frames, as_sent = self._pusher.encode_change(replica.change(), self._clocks, self._unsent, self._state)

@@ -176,6 +176,7 @@ class DenseValues:
         written, trained = self._written, self._trained
         if written is None:
             return {}
+        trained.description.check_types()
         found = {}
         for index in trained.writer.differing(written):
             now = trained.description.params[index].detach().reshape(-1).to("cpu", copy=True)
@@ -260,11 +261,12 @@ class ParameterWriter:
             [param.is_contiguous() or param.stride() for param in self._params],
         )
         if memory_now != self._memory:
-            self._check_shapes()
+            self.check_shapes()
             self._memory = memory_now
             self._look_up()
 
-    def _check_shapes(self) -> None:
+    def check_shapes(self) -> None:
+        """Refuse parameters that were given another shape since this was made."""
         for name, known, param in zip(self._names, self._shapes, self._params, strict=True):
             if param.shape != known:
                 raise UnsupportedError(
