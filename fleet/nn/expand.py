@@ -278,6 +278,9 @@ def _sparse(rows: torch.Tensor, ids: torch.Tensor, like: tuple[torch.Size, torch
     shape, device = like
     if ids.device != device or rows.device != device:
         ids, rows = ids.to(device), rows.to(device)
+    if not ids.numel():
+        # Torch resizes a gradient without rows when another one is added to it, and numpy's memory cannot be.
+        ids, rows = torch.empty_like(ids), torch.empty_like(rows)
     # That every id is there once is not said: torch would take it for granted of sums of these, too.
     return torch.sparse_coo_tensor(ids[None], rows, shape, check_invariants=False)
 
