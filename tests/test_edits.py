@@ -575,6 +575,102 @@ def test_what_a_parameter_cannot_become_is_named_by_whatever_call_is_next(
         run_job(body)
 
 
+EVERY_MODE: dict[str, Callable[[], Any]] = {
+    "sync": StrategyFactory.create_sync_strategy,
+    "half-async": StrategyFactory.create_half_async_strategy,
+    "ssp": StrategyFactory.create_ssp_strategy,
+    "gba": StrategyFactory.create_gba_strategy,
+    "auto": StrategyFactory.create_auto_strategy,
+    "dc-asgd": lambda: StrategyFactory.create_half_async_strategy(dc_asgd_lambda=0.5),
+    "dc-asgd-adaptive": lambda: StrategyFactory.create_half_async_strategy(dc_asgd_lambda=0.5, dc_asgd_adaptive=True),
+    "geo-1": lambda: StrategyFactory.create_geo_strategy(1),
+    "geo-3": lambda: StrategyFactory.create_geo_strategy(3),
+}
+
+
+class Masked(torch.nn.Module):
+    """Adds infinities to what it scores, of which no gradient comes: a mask that is a parameter, and rows of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask = torch.nn.Parameter(torch.tensor([0.0, -torch.inf, 1.0]))
+        self.table = torch.nn.Embedding(4, 3, sparse=True)
+        self.fixed = torch.nn.Parameter(torch.tensor([torch.inf, -torch.inf, 2.0]), requires_grad=False)
+        with torch.no_grad():
+            self.table.weight.copy_(torch.arange(12.0).view(4, 3) / 10)
+            self.table.weight[1, 2] = -torch.inf
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(self.table(ids) + self.mask, 1)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("mode", EVERY_MODE)
+def test_infinities_stay_what_they_are(mode: str, workers: int) -> None:
+    """Nothing is made of the difference of two: workers do the same, in turns."""
+    if workers == 2 and mode in ("gba", "auto"):
+        pytest.skip("updates of several gradients, which workers in turns wait for")
+
+    def train(model: torch.nn.Module, optimizer: Any) -> None:
+        for _ in range(4):
+            minimized = model(torch.tensor([0, 1, 1, 3]))[:, 0].sum()
+            optimizer.zero_grad()
+            minimized.backward()
+            optimizer.step()
+
+    def body(fleet: Fleet, worker: int) -> list[torch.Tensor]:
+        model = Masked()
+        optimizer = fleet.distributed_optimizer(
+            torch.optim.SGD(model.parameters(), 0.1), EVERY_MODE[mode](), model=model
+        )
+        fleet.init_worker()
+        train(model, optimizer)
+        fleet.barrier_worker()
+        return [model.mask.detach().clone(), model.fixed.detach().clone(), fleet.state_dict(model)["table.weight"]]
+
+    plain = Masked()
+    train(plain, torch.optim.SGD(plain.parameters(), 0.1))
+    expected = [plain.mask.detach(), plain.fixed.detach(), plain.table.weight.detach()]
+    for got in run_job(body, workers, 2):
+        if workers == 1:
+            assert_close(got, expected)
+        for ours, theirs in zip(got, expected, strict=True):
+            assert torch.equal(ours.isinf(), theirs.isinf())
+            assert not ours.isnan().any()
+
+
+def whole(model: Any, value: float) -> None:
+    with torch.no_grad():
+        model.mask[1] = value
+
+
+def row(model: Any, value: float) -> None:
+    with torch.no_grad():
+        model.table.weight[1, 2] = value
+
+
+@pytest.mark.parametrize("edit", [whole, row])
+@pytest.mark.parametrize(
+    ("first", "then"), [(-torch.inf, 3.0), (-torch.inf, torch.inf), (torch.nan, 3.0), (3e38, -3e38)]
+)
+def test_geo_refuses_what_no_change_leads_to(edit: Callable[..., None], first: float, then: float) -> None:
+    """What servers add to infinity is not a number."""
+
+    def body(fleet: Fleet, _: int) -> None:
+        model = Masked()
+        edit(model, first)
+        strategy = StrategyFactory.create_geo_strategy(1)
+        optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), 0.1), strategy, model=model)
+        fleet.init_worker()
+        edit(model, then)
+        name = "'mask'" if edit is whole else "'table.weight', id 1"
+        with pytest.raises(UnsupportedError, match=f"a value of {name} was changed from .* to .*in GEO servers add"):
+            optimizer.step()
+        edit(model, first)
+
+    run_job(body)
+
+
 # ---------------------------------------------------------------- what comes in between
 
 

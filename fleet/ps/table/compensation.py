@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fleet.numeric.differences import difference
 from fleet.numeric.ids import gather, scatter
 from fleet.numeric.jit import Array, Ids
 from fleet.plan.layout import DenseLayout
@@ -146,7 +147,7 @@ class Compensation:
             if old is None or old.numel() < whole.stop:
                 continue
             grad, here = grads[slot.dtype][slot.start : slot.stop], slice(whole.start, whole.stop)
-            drift = values[slot.dtype][here] - old[here]
+            drift = difference(values[slot.dtype][here], old[here])
             if self._adaptive:
                 squares = self._dense_squares.setdefault(slot.dtype, torch.zeros_like(values[slot.dtype]))[here]
                 squares.mul_(KEPT).addcmul_(grad, grad, value=1 - KEPT)
@@ -161,7 +162,7 @@ class Compensation:
         slots = kept.find(ids)
         old = now.copy()  # a row that was never handed out has not drifted
         gather(kept.column(WEIGHT), slots, old)
-        drift = now - old
+        drift = difference(torch.from_numpy(now), torch.from_numpy(old)).numpy()
         if self._adaptive:
             drift /= np.sqrt(self._mean_squares(table, ids, grads) + grads.dtype.type(EPSILON))
         compensated: Array = grads + grads.dtype.type(self._strength) * grads * grads * drift

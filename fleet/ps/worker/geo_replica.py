@@ -22,8 +22,10 @@ import torch
 from fleet.base.interruption import uninterrupted
 from fleet.checkpoint.assembly import Assembly
 from fleet.checkpoint.entries import Entry, refuse_loose_state, set_state, state_entries
+from fleet.errors import UnsupportedError
 from fleet.kernels import RULES
 from fleet.numeric.bits import changed
+from fleet.numeric.differences import difference, not_addable
 from fleet.numeric.ids import partition, unique
 from fleet.numeric.jit import Array, Ids
 from fleet.optimizer import hooks_before
@@ -102,8 +104,14 @@ class TableReplica:
         if not self._touched:
             return None
         ids, _ = unique(np.concatenate(self._touched))
-        change = self._mine.read(ids, True) - self._agreed.read(ids, True)
-        return ids, change / change.dtype.type(divisor)
+        now, agreed = (torch.from_numpy(table.read(ids, True)) for table in (self._mine, self._agreed))
+        change = difference(now, agreed)
+        lost = not_addable(now, agreed, change)
+        if lost is not None:
+            row, number = lost.nonzero()[0].tolist()
+            name = f"{self._mine.spec.name!r}, id {ids[row]}"
+            raise _not_addable(name, now[row, number].item(), agreed[row, number].item())
+        return ids, change.div_(divisor).numpy()
 
     def agree(self, ids: Ids, change: Array) -> None:
         """Note that the servers have added this change."""
@@ -125,7 +133,8 @@ class TableReplica:
         held = self._agreed.known(ids)
         ids, values = ids[held], values[held]
         self._note_rows(ids)
-        self._mine.add(ids, values - self._agreed.read(ids, True))
+        agreed = self._agreed.read(ids, True)
+        self._mine.add(ids, difference(torch.as_tensor(values), torch.from_numpy(agreed)).numpy())
         self._agreed.load(ids, {WEIGHT: values})
 
     @property
@@ -135,6 +144,14 @@ class TableReplica:
 
     def warm(self, options: Mapping[str, Any]) -> None:
         self._mine.warm(options)
+
+
+def _not_addable(name: str, now: float, agreed: float) -> UnsupportedError:
+    return UnsupportedError(
+        f"a value of {name} was changed from {agreed} to {now}, and in GEO servers add changes up",
+        expected="a change that leads there when it is added",
+        todo="Change it before fleet.init_worker(), or go on in a new job from a checkpoint in which it is finite.",
+    )
 
 
 class Replica:
@@ -207,8 +224,11 @@ class Replica:
     def change(self) -> Change:
         """Return this worker's share of what it has changed. Nothing is altered."""
         dense = [
-            {dtype: (value - agreed[dtype]).div_(self._workers) for dtype, value in now.items()}
-            for now, agreed in zip(self._values(), self._agreed, strict=True)
+            {
+                dtype: self._difference(layout, dtype, value, agreed[dtype]).div_(self._workers)
+                for dtype, value in now.items()
+            }
+            for layout, now, agreed in zip(self._layouts, self._values(), self._agreed, strict=True)
         ]
         rows = {index: table.change(self._workers) for index, table in enumerate(self._tables)}
         return Change(dense, {index: change for index, change in rows.items() if change is not None})
@@ -217,13 +237,26 @@ class Replica:
         """Take in what the servers have: these values, with ``change`` added, and the rows that ``others`` changed."""
         fresh = []
         for now, agreed, mine, theirs in zip(self._values(), self._agreed, change.dense, values, strict=True):
-            fresh.append({d: now[d] + (theirs[d] - (agreed[d] + mine[d])) for d in now})
+            fresh.append({d: now[d] + difference(theirs[d], agreed[d] + mine[d]) for d in now})
         self._writer.write(fresh)
         self._agreed, self._written = values, fresh
         for index, (ids, rows) in change.rows.items():
             self._tables[index].agree(ids, rows)
         for index, ids, rows in others:
             self._tables[index].take(ids, rows)
+
+    def _difference(self, layout: DenseLayout, dtype: str, now: torch.Tensor, agreed: torch.Tensor) -> torch.Tensor:
+        change = difference(now, agreed)
+        lost = not_addable(now, agreed, change)
+        if lost is None:
+            return change
+        for slot in layout.slots:
+            here = slice(slot.start, slot.stop)
+            if slot.dtype == dtype and lost[here].any():
+                at = slot.start + int(lost[here].nonzero()[0])
+                name = repr(self._described.spec.params[slot.block.param].name)
+                raise _not_addable(name, now[at].item(), agreed[at].item())
+        return change
 
     def undo(self, servers: Sequence[int]) -> None:
         """Go back to what was agreed on with these servers."""
