@@ -530,12 +530,15 @@ def _(s: Script) -> None:
 
 @as_in_torch("gradients accumulated of batches of which some are empty, the first one too", everywhere=True)
 def _(s: Script) -> None:
-    for counts in ((0, 2, 3), (0, 0, 1), (2, 0, 0, 1), (0, 1, 0)):
+    for counts in ((0, 2, 3), (0, 0, 1), (2, 0, 0, 1), (0, 1, 0), (0,), (0, 0)):
         s.optimizer.zero_grad()
         for count in counts:
             ids, _ = s.batch()
             s.table(ids[:count]).square().sum().backward()
         s.optimizer.step()
+        if not any(counts):
+            s.table(ids).sum().backward()  # on top of what has been stepped on
+            s.optimizer.step()
 
 
 @as_in_torch("two steps on one gradient; a step without any gradient", everywhere=True)
