@@ -60,6 +60,21 @@ def test_one_worker_is_plain_torch(mode: str, name: str, servers: int) -> None:
     assert_close(got, reference(OPTIMIZERS[name], 1))
 
 
+def test_merged_steps_have_the_options_of_the_last_and_decay_once() -> None:
+    def body(fleet_: Fleet, worker: int) -> float:
+        weight = torch.nn.Parameter(torch.ones(1))
+        strategy = StrategyFactory.create_half_async_strategy(max_merge_var_num=2)
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD([weight], lr=1.0, weight_decay=0.1), strategy)
+        fleet_.init_worker()
+        for lr in (1.0, 0.1):
+            optimizer.param_groups[0]["lr"] = lr
+            optimizer.minimize((weight * 0.5).sum())
+        return weight.item()
+
+    (got,) = run_job(body)
+    assert got == pytest.approx(1 - 0.1 * (0.5 + 0.5 + 0.1 * 1))
+
+
 @pytest.mark.parametrize("mode", FREE)
 def test_three_workers_move_together(mode: str) -> None:
     """Every gradient is applied once and undivided: with a constant one, the end is known whatever the order."""
