@@ -12,6 +12,7 @@ import pytest
 import torch
 from harness import PATIENT, Job, run_job
 from inside import take_fresh
+from patience import PATIENCE_S
 
 import fleet.nn
 from fleet import Fleet, StrategyFactory
@@ -25,7 +26,7 @@ from fleet.ps.worker import communicator
 from fleet.ps.worker import step as taking_steps
 from fleet.ps.worker.communicator import Communicator
 from fleet.ps.worker.gradient_merge import GradientMerge
-from fleet.ps.worker.push import Clocks, Gradients
+from fleet.ps.worker.push import Clocks, Gradients, MadePush
 from fleet.strategy.parameter_server import Strategy
 
 
@@ -188,17 +189,33 @@ def test_a_full_queue_holds_the_user_up_and_drops_nothing(
 class Sent:
     """A communicator and what it has sent."""
 
-    def __init__(self, *, gives_way: bool = True) -> None:
+    def __init__(self, *, gives_way: bool = True, prepares_ahead: bool = False, fetched_after: int = 1) -> None:
         self.steps: list[int] = []
+        #: steps of which a push was made, how many pushes ahead, and whether its answer brings values
+        self.prepared: list[tuple[int, int, bool]] = []
+        self.goes_on = threading.Event()
+        self.goes_on.set()
         self.communicator = Communicator(
-            CommunicatorSettings(send_wait_times=0),
+            CommunicatorSettings(send_wait_times=0, min_send_grad_num_before_recv=fetched_after),
             GradientMerge(None, 0, True),  # type: ignore[arg-type]  # never merges here
-            lambda gradients, _: self.steps.append(gradients.steps) or [],  # type: ignore[func-returns-value]
+            self.prepare,
+            self.send,
             list,
             "test",
             values_bytes=0,
             gives_way=gives_way,
+            prepares_ahead=prepares_ahead,
         )
+
+    def prepare(self, gradients: Gradients, brings: bool, ahead: int) -> MadePush:
+        self.prepared.append((gradients.steps, ahead, brings))
+        return MadePush(gradients, brings, None, [], list)  # type: ignore[arg-type]
+
+    def send(self, push: MadePush, *, meanwhile: Callable[[], object]) -> list[Frame]:
+        self.steps.append(push.gradients.steps)
+        assert self.goes_on.wait(PATIENCE_S)
+        meanwhile()
+        return []
 
     def put(self, number: int) -> None:
         self.communicator.put(lambda: Gradients((), {}, Clocks(), (), number))
@@ -206,6 +223,28 @@ class Sent:
     def close(self) -> None:
         self.communicator.end()
         self.communicator.join()
+
+
+@pytest.mark.parametrize("fetched_after", [1, 2, 3])
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_push_is_made_while_the_one_before_is_under_way(waits: bool, fetched_after: int) -> None:
+    """If its step waits by then; each is made once, and brings values when it is time for them."""
+    with closing(Sent(gives_way=False, prepares_ahead=True, fetched_after=fetched_after)) as sent:
+        for number in range(1, 7, 2):
+            sent.goes_on.clear()
+            sent.put(number)
+            eventually(lambda number=number: sent.steps[-1:] == [number], "the push is under way")
+            if waits:
+                sent.put(number + 1)
+            sent.goes_on.set()
+            sent.communicator.flush()
+            if not waits:
+                sent.put(number + 1)
+                sent.communicator.flush()
+    assert sent.steps == [1, 2, 3, 4, 5, 6]
+    brings = [number % fetched_after == 0 for number in sent.steps]
+    ahead = [int(waits and number % 2 == 0) for number in sent.steps]
+    assert sent.prepared == list(zip(sent.steps, ahead, brings, strict=True))
 
 
 @pytest.fixture

@@ -1,10 +1,11 @@
 """An asynchronous worker sends gradients and fetches parameters behind the user's back.
 
 The user's thread puts each step's gradients into a short queue and goes on; a full queue holds it up, and nothing is
-ever dropped. One thread takes the steps that wait there, merges them, lets the next look-up go first and pushes. When
-enough gradients have gone, parameters are fetched: by another thread, or with the answer to the push if a thread is not
-wanted, or not worth it. Fetched values lie ready until the user's thread takes them between two steps: parameters never
-change under a forward or backward.
+ever dropped. One thread takes the steps that wait there, merges them, lets the next look-up go first and pushes. While
+a push is under way it makes the next one, if steps are not merged and another one waits already. When enough gradients
+have gone, parameters are fetched: by another thread, or with the answer to the push if a thread is not wanted, or not
+worth it. Fetched values lie ready until the user's thread takes them between two steps: parameters never change under a
+forward or backward.
 
 The first failure on either thread ends both; the user's next call raises it. When the servers say that the job has
 moved, both rest until the user's thread has gone over to others, and then send again what was not acknowledged.
@@ -16,12 +17,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Protocol
 
 from fleet.base.settings import CommunicatorSettings
 from fleet.errors import FleetError, ServersMovedError
 from fleet.ps.wire.frame import Frame
 from fleet.ps.worker.gradient_merge import GradientMerge
-from fleet.ps.worker.push import Gradients
+from fleet.ps.worker.push import Gradients, MadePush
 
 #: The unit of ``send_wait_times``.
 SEND_WAIT_S = 0.01
@@ -37,9 +39,15 @@ WORTH_BYTES = 256 << 10
 #: Returns the gradients of a step, once they have come from where they were computed.
 Arriving = Callable[[], Gradients]
 
-#: A merged push, and whether its reply is to bring the parameters along.
-Send = Callable[[Gradients, bool], "list[Frame]"]
+#: Makes a push: of merged gradients, of which the reply is to bring the parameters along or not, so many pushes ahead.
+Prepare = Callable[[Gradients, bool, int], MadePush]
 Fetch = Callable[[], "list[Frame]"]
+
+
+class Send(Protocol):
+    """Sends a push, does something ``meanwhile``, and returns the answers."""
+
+    def __call__(self, push: MadePush, *, meanwhile: Callable[[], object]) -> list[Frame]: ...
 
 
 class Communicator:
@@ -49,18 +57,25 @@ class Communicator:
         self,
         settings: CommunicatorSettings,
         merge: GradientMerge,
+        prepare: Prepare,
         send: Send,
         fetch: Fetch,
         name: str,
         *,
         values_bytes: int,
         gives_way: bool,
+        prepares_ahead: bool = False,
     ) -> None:
         """``values_bytes`` is the most that the parameters of a server weigh. With ``gives_way`` each step's gradients
-        let the next look-up go first, which ``looked_up`` reports."""
+        let the next look-up go first, which ``looked_up`` reports. ``prepares_ahead``: a push may be made while the one
+        before is under way."""
         self._settings = settings
         self._merge = merge
+        self._prepare = prepare
         self._send = send
+        self._prepares_ahead = prepares_ahead and settings.max_merge_var_num == 1
+        #: a push that was made while the one before was under way, of the first step in the queue
+        self._ahead: MadePush | None = None
         self._fetch = fetch
         self._changed = threading.Condition()
         self._queue: deque[Arriving] = deque()
@@ -199,18 +214,36 @@ class Communicator:
             batch = self._next_batch()
             if not batch:
                 return
-            merged = self._merged([arriving() for arriving in batch])
-            bring = not self._fetches_apart and self._enough(len(batch))
+            ahead, self._ahead = self._ahead, None
+            merged = self._merged([arriving() for arriving in batch]) if ahead is None else ahead.gradients
+            sent = self._sent_since_fetch + len(batch)
+            brings = self._brings(sent)
             self._give_way()
-            replies = self._insist(partial(self._send, merged, bring))
+            replies = self._insist(partial(self._push, ahead, merged, brings, 0 if brings else sent))
             if replies is None:
                 return
             with self._changed:
                 self._sending = False
                 self._sent_since_fetch += len(batch)
-                if bring:
+                if brings:
                     self._sent_since_fetch, self._fresh = 0, replies
                 self._changed.notify_all()
+
+    def _push(self, ahead: MadePush | None, gradients: Gradients, brings: bool, sent: int) -> list[Frame]:
+        """Push gradients, and make the next push meanwhile if its step waits already; that stays in the queue. After
+        this one so many steps are ``sent`` since parameters came."""
+
+        def prepare_next() -> None:
+            if self._ahead is None and self._prepares_ahead and self._queue:
+                arriving = self._queue[0]  # which nobody else takes
+                self._ahead = self._prepare(arriving(), self._brings(sent + 1), 1)
+
+        push = ahead or self._prepare(gradients, brings, 0)
+        return self._send(push, meanwhile=prepare_next)
+
+    def _brings(self, sent: int) -> bool:
+        """Say whether the answer to a push is to bring the parameters, after which so many steps are sent."""
+        return not self._fetches_apart and self._is_enough(sent)
 
     def _insist(self, ask: Callable[[], list[Frame]]) -> list[Frame] | None:
         """Return what the servers answer; if the job moves to others, what those do. None at the end."""
@@ -265,7 +298,7 @@ class Communicator:
     def _fetch_until_ended(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._over or self._enough(0))
+                self._changed.wait_for(lambda: self._over or self._is_enough(self._sent_since_fetch))
                 if self._over:
                     return
                 self._sent_since_fetch, self._fetching = 0, True
@@ -276,5 +309,5 @@ class Communicator:
                 self._fetching, self._fresh = False, replies
                 self._changed.notify_all()
 
-    def _enough(self, more: int) -> bool:
-        return self._sent_since_fetch + more >= self._settings.min_send_grad_num_before_recv
+    def _is_enough(self, sent: int) -> bool:
+        return sent >= self._settings.min_send_grad_num_before_recv

@@ -539,9 +539,16 @@ class Connections:
         return self.ask_all(lambda _, connection: Frame(connection.request(step, **kind)), what, at_once)
 
     def ask_all(
-        self, make: Callable[[int, Connection], Frame], what: str, at_once: int | None = None, *, first: int = 0
+        self,
+        make: Callable[[int, Connection], Frame],
+        what: str,
+        at_once: int | None = None,
+        *,
+        first: int = 0,
+        meanwhile: Callable[[], object] | None = None,
     ) -> list[Frame]:
-        """Send one request to every server from the ``first`` one on: all under way at once, or ``at_once`` of them."""
+        """Send one request to every server from the ``first`` one on: all under way at once, or ``at_once`` of them.
+        ``meanwhile`` is called once, when the last of them are."""
         failure: FleetError | None = None
         replies = []
         numbered = list(enumerate(self.by_server))[first:]
@@ -554,6 +561,8 @@ class Connections:
                     pendings.append(connection.start(make(server, connection), what))
                 for pending in pendings:
                     pending.send()
+                if meanwhile is not None and start + at_once >= len(numbered):
+                    meanwhile()
                 with ProfilerRange("fleet.wait"):
                     for pending in pendings:
                         try:

@@ -139,6 +139,17 @@ class Push:
         return replace(self, frames=[frame.kept() for frame in self.frames], origin=origin)
 
 
+@dataclass(frozen=True)
+class MadePush:
+    """Is a push from a thread beside the user's: what it is made of, and the frames for the servers of a ``plan``."""
+
+    gradients: Gradients
+    brings_values: bool
+    plan: Plan
+    frames: Sequence[Frame]
+    arrived: Callable[[], None]
+
+
 def cut(layout: DenseLayout, tensors: Sequence[torch.Tensor | None]) -> tuple[bytes, dict[str, list[torch.Tensor]]]:
     """Cut out a server's blocks: return which are there, and the blocks, by element type in their order. ``tensors``
     has a flat tensor, or None, for each parameter."""
@@ -478,16 +489,28 @@ class Pusher:
         self._cuts.notice([reply.message for reply in replies])
         push.take(replies)
 
-    def deliver_behind(self, gradients: Gradients, brings_values: bool, *, at_once: int) -> list[Frame]:
-        """Push from a thread beside the user's; the caller takes the values, if the answer brings any."""
+    def prepare(self, gradients: Gradients, brings_values: bool, ahead: int = 0) -> MadePush:
+        """Make a push that is to be delivered from a thread beside the user's, after so many others. Only one that
+        ``is_plain`` can be made ahead."""
+        step, plan = self._progress.completed + 1 + ahead, self._trained.plan
+        frames, arrived = self.encode(gradients, brings_values=brings_values, step=step)
+        return MadePush(gradients, brings_values, plan, frames, arrived)
+
+    def deliver_behind(
+        self, push: MadePush, *, at_once: int, meanwhile: Callable[[], object] | None = None
+    ) -> list[Frame]:
+        """Push from a thread beside the user's, which does something else ``meanwhile``; the caller takes the values,
+        if the answer brings any."""
         progress = self._progress
-        frames, arrived = self.encode(gradients, brings_values=brings_values)
         step = progress.completed + 1
-        replies = self._connections.ask_all(lambda server, _: frames[server], f"push of step {step}", at_once)
+        if push.plan is not self._trained.plan:  # it was made before the job moved
+            push = self.prepare(push.gradients, push.brings_values)
+        what = f"push of step {step}"
+        replies = self._connections.ask_all(lambda server, _: push.frames[server], what, at_once, meanwhile=meanwhile)
         check_delivered(self._connections, step, replies)
-        arrived()
+        push.arrived()
         progress.notice(replies)  # long before values are fetched again, perhaps
-        progress.completed, progress.steps = step, progress.steps + gradients.steps
+        progress.completed, progress.steps = step, progress.steps + push.gradients.steps
         self._cuts.settle_behind([reply.message for reply in replies])
         return replies
 
@@ -512,12 +535,15 @@ class Pusher:
 
     # ---------------------------------------------------------------- frames
 
-    def encode(self, gradients: Gradients, *, brings_values: bool = True) -> tuple[list[Frame], Callable[[], None]]:
-        """Return the frames, and what to call when they have arrived. Their answer ``brings_values``, or does not."""
-        layouts = self._trained.layouts
+    def encode(
+        self, gradients: Gradients, *, brings_values: bool = True, step: int | None = None
+    ) -> tuple[list[Frame], Callable[[], None]]:
+        """Return the frames of a step, the next one unless it is given, and what to call when they have arrived. Their
+        answer ``brings_values``, or does not."""
+        layouts, step = self._trained.layouts, step or self._progress.completed + 1
         dense, arrived = self._feedback.encode([cut(layout, gradients.dense) for layout in layouts])
-        rows = self._encoded_rows(gradients.rows, self._narrow)
-        return self._frames(gradients, dense, rows, self._narrow, brings_values=brings_values), arrived
+        rows = self._encoded_rows(gradients.rows, self._narrow, step)
+        return self._frames(gradients, dense, rows, self._narrow, step, brings_values=brings_values), arrived
 
     def encode_change(
         self, change: Change, clocks: Clocks, steps: int, state: Array | None, *, plain: bool = False
@@ -526,10 +552,11 @@ class Pusher:
         layouts, narrow = self._trained.layouts, Narrow(None) if plain else self._narrow
         packed = [without_zeros(layout, flat) for layout, flat in zip(layouts, change.dense, strict=True)]
         dense = [(present, encoded(narrow, flat)) for present, flat in packed]
-        rows = self._encoded_rows(change.rows, narrow)
+        step = self._progress.completed + 1
+        rows = self._encoded_rows(change.rows, narrow, step)
         as_sent = as_read(narrow, layouts, change, dense, rows)
         what = Gradients((), change.rows, clocks, self._trained.description.options(), steps, state=state)
-        return self._frames(what, dense, rows, narrow), as_sent
+        return self._frames(what, dense, rows, narrow, step), as_sent
 
     def _frames(
         self,
@@ -537,11 +564,11 @@ class Pusher:
         dense: Sequence[Sent],
         rows: Mapping[int, Sequence[WireTensor]],
         narrow: Narrow,
+        step: int,
         *,
         brings_values: bool = True,
     ) -> list[Frame]:
         """Make frames of every server's blocks and of every table's rows, as they travel."""
-        step = self._progress.completed + 1
         specs = self._trained.plan.spec.tables
         by_table = {
             index: self._by_server([*rows[index], *_weighed(gradients.weights.get(index))])
@@ -592,9 +619,9 @@ class Pusher:
         weights = [each[-1] for each, spec in zip(parts, specs, strict=True) if spec.goes_by_weight]
         return [*tensors, rows_joined(weights)] if weights else tensors
 
-    def _encoded_rows(self, rows: Mapping[int, Rows], narrow: Narrow) -> dict[int, list[WireTensor]]:
+    def _encoded_rows(self, rows: Mapping[int, Rows], narrow: Narrow, step: int) -> dict[int, list[WireTensor]]:
         """Return of every table the ids, and what travels of their gradients."""
-        worker, step = self._worker, self._progress.completed + 1
+        worker = self._worker
         sent = {}
         for index, (ids, grads) in rows.items():
             chance = None

@@ -251,13 +251,21 @@ class RemoteTraining:
             self._communicator = Communicator(
                 self._communication,
                 self._make_merge(0),
+                self._pusher.prepare,
                 partial(self._pusher.deliver_behind, at_once=self._communication.thread_pool_size),
                 partial(self._values.fetch_behind, self._communication.thread_pool_size),
                 self._name,
                 values_bytes=self._trained.most_values_bytes,
+                prepares_ahead=self._pusher.is_plain and not self._is_anything_away,
                 gives_way=bool(self._trained.description.handles) and self._policy.lets_reads_go_first,
             )
         self._early = self._make_early()
+
+    @property
+    def _is_anything_away(self) -> bool:
+        """Say whether any gradients have to come from a device, for which the answer to a push would wait."""
+        description = self._trained.description
+        return any(map(is_away, [*description.params, *(handle.weight for handle in description.handles)]))
 
     def grow(self) -> None:
         """Take in parameters that have joined the job, or other servers. Steps that are not sent yet stay: where steps
