@@ -25,6 +25,7 @@ from fleet.errors import (
     DeadlineError,
     FleetError,
     MissedError,
+    ServersMovedError,
     StateError,
     UnsupportedError,
 )
@@ -287,7 +288,7 @@ class Checkpoints:
     def _write_behind(self, rest: Rest, step: int, mode: str, may_go_on: threading.Event) -> None:
         try:
             self._write(partial(rest, may_go_on.set), step, mode)
-        except MissedError as error:
+        except (MissedError, ServersMovedError) as error:  # this thread may not go over to others
             _log.warning("the checkpoint of step %d is made up for by the next step's: %s", step, error)
             self._schedule.missed = True
         except BaseException as error:

@@ -60,6 +60,12 @@ MOVES_TO_TWO = Setting(
 )
 
 FOUND = {
+    # The thread that wrote a checkpoint met servers that the job had left, and ended it: nobody went over for that.
+    "a checkpoint that is being written when the job moves": Scenario(
+        3400640,
+        Setting("auto", 3, 1, 9, durable="os", checkpoint_every=5, moves_at=8, moves_to=3, rows_in_memory=16),
+        (Fault(77, ROWS, "server0"), Fault(166, CUT, "server0", 1.2)),
+    ),
     # The answer to a meeting came to two workers, and the server had forgotten it when the third one asked again: those
     # waited for it in their group, and it for them in the next meeting, until the deadline.
     "a server that is killed as a meeting ends": Scenario(
