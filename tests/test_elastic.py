@@ -235,7 +235,7 @@ def test_one_that_cannot_start_leaves_again(monkeypatch: pytest.MonkeyPatch) -> 
     zero = servers.part(0, 1).join()
     one = servers.part(1, 2)
 
-    def fails(*_: Any) -> Any:
+    def fails(*_: Any, **__: Any) -> Any:
         raise DeadlineError("a server did not come up")
 
     with monkeypatch.context() as patch:
