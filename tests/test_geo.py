@@ -454,7 +454,8 @@ def test_changed_rows_are_told_until_the_next_push() -> None:
     assert {table: ids.tolist() for table, ids in told.items()} == {0: [3]}
     changes.mark(0, 0, np.array([4]))
     assert sorted(changes.take(1, 1)[0].tolist()) == [3, 4], "the answer to push 1 was lost"
-    assert changes.take(1, 2) == {}
+    assert changes.take(1, 2)[0].tolist() == [4], "or it was read, and this one is not"
+    assert changes.take(1, 3) == {}
     changes.mark(1, 0, np.array([3]))
     changes.forget(0)
     assert changes.take(0, 2) == {}

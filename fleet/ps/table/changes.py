@@ -34,8 +34,8 @@ class _Held:
         self._marked.insert(ids[self._held.find(ids) >= 0])
 
     def take(self, again: bool) -> Ids:
-        if again:
-            self._marked.insert(self._sent)
+        if again:  # what has been marked since stays so: its worker may read the first of the two answers
+            return np.union1d(self._sent, self.marked)
         self._sent = self.marked
         self._marked = MemoryStore()
         return self._sent
