@@ -95,14 +95,16 @@ class DenseTraining:
 
     # ---------------------------------------------------------------- the beginning
 
-    def start(self, miss_step: Callable[[], None]) -> None:
+    def start(self, miss_step: Callable[[], None]) -> int:
         """Meet the others, and take over the values of the first. ``miss_step`` is called before, as often as these
-        have taken a step with an earlier process in this worker's place, and wait for its push."""
-        self._loads = self._progress.loads[0]
+        have taken a step with an earlier process in this worker's place, and wait for its push; return how often."""
+        self._loads, missed = self._progress.loads[0], 0
         while self._meet():
             miss_step()
+            missed += 1
         self._rounds_before = self.group.rounds
         self._arm()
+        return missed
 
     def _arm(self) -> None:
         """Begin to watch the parameters that are trained now."""

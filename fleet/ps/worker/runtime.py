@@ -212,7 +212,15 @@ class WorkerRuntime:
             back = -1 if self._dense is not None else 0
             self.following(lambda: self._begin_from(self._values.fetch("initial parameters", more_steps=back)))
             if self._dense is not None:
-                self._dense.start(self._miss_step)
+                missed = self._dense.start(self._miss_step)
+                if missed:
+                    _log.warning(
+                        "worker %d goes on after step %d: the others have taken %d without this process, and rows that an "
+                        "earlier one had not pushed have not",
+                        self.assignment.index,
+                        self.progress.taken,
+                        missed,
+                    )
 
     def begin(self) -> None:
         """Begin to train: the rows are the servers' alone from now on."""
@@ -226,12 +234,6 @@ class WorkerRuntime:
     def _miss_step(self) -> None:
         """Push nothing for a step that the others have taken with an earlier process in this one's place."""
         self.progress.miss_step()
-        _log.warning(
-            "worker %d goes on after step %d, which the others have taken with its earlier process: rows that this had "
-            "not pushed have not taken it",
-            self.assignment.index,
-            self.progress.taken,
-        )
         try:
             self._training.miss_step()
         except ServersMovedError:
