@@ -215,8 +215,8 @@ class WorkerRuntime:
                 missed = self._dense.start(self._miss_step)
                 if missed:
                     _log.warning(
-                        "worker %d goes on after step %d: the others have taken %d without this process, and rows that an "
-                        "earlier one had not pushed have not",
+                        "worker %d goes on after step %d: the others have taken %d without this process, and rows that "
+                        "an earlier one had not pushed have not",
                         self.assignment.index,
                         self.progress.taken,
                         missed,
