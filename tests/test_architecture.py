@@ -211,6 +211,7 @@ ONLY: dict[str, dict[str, str]] = {
         "ps/table/stores.py": "without a bound",
         "ps/table/changes.py": "rows held",
         "ps/table/compensation.py": "rows handed out",
+        "ps/worker/geo_replica.py": "rows that are there",
         "serving/kept_rows.py": "default",
     },
 }

@@ -31,6 +31,7 @@ from fleet.numeric.jit import Array, Ids
 from fleet.optimizer import hooks_before
 from fleet.plan.layout import DenseLayout
 from fleet.plan.specs import TableSpec
+from fleet.ps.table.memory_store import MemoryStore
 from fleet.ps.table.shard import Piece
 from fleet.ps.table.table import WEIGHT, Table
 from fleet.ps.wire.frame import Frame
@@ -51,8 +52,8 @@ class TableReplica:
         self._mine = Table(spec, kernel, seed=0)
         self._agreed = Table(spec, kernel, seed=0)
         self._touched: list[Ids] = []
-        #: of the ids that are held those that may have no row yet: they were looked up, and not trained
-        self._looked_up: set[int] = set()
+        #: the ids that are known to have a row: others that are held were looked up, and not trained
+        self._with_rows = MemoryStore()
 
     def read(self, ids: Ids, training: bool, fetch: Callable[[Ids], Array]) -> Array:
         """Return the rows of distinct ids. What is not held is fetched, and held if it is to be trained. Outside
@@ -61,8 +62,9 @@ class TableReplica:
             self.hold(ids, fetch)
             return self._mine.read(ids, training)
         known, rows = self._mine.known(ids), self._mine.read(ids, training)
-        if self._looked_up:
-            known &= np.fromiter((each not in self._looked_up for each in ids.tolist()), bool, len(ids))
+        for touched in self._touched:
+            self._with_rows.insert(touched)
+        known &= self._with_rows.has(ids)
         if not known.all():
             rows[~known] = fetch(ids[~known])
         return rows
@@ -71,7 +73,6 @@ class TableReplica:
         missing = self.missing(ids)
         if len(missing):
             fetched = fetch(missing)
-            self._looked_up.update(missing.tolist())
             self._agreed.load(missing, {WEIGHT: fetched})
             self._mine.load(missing, {WEIGHT: fetched})
 
@@ -83,27 +84,20 @@ class TableReplica:
     def train(self, ids: Ids, grads: Array, options: Mapping[str, Any]) -> None:
         self._mine.step += 1
         if len(ids):
-            self._touch(ids)
+            self._touched.append(ids)
             self._mine.apply(ids, grads, options, self._mine.step)
 
     def edit(self, ids: Ids, rows: Array, fetch: Callable[[Ids], Array]) -> None:
         """Take over rows that the script has changed by itself: they have come so far."""
         self.hold(ids, fetch)
         self._mine.load(ids, {WEIGHT: rows})
-        self._touch(ids)
-
-    def _touch(self, ids: Ids) -> None:
         self._touched.append(ids)
-        self._note_rows(ids)
-
-    def _note_rows(self, ids: Ids) -> None:
-        if self._looked_up:
-            self._looked_up.difference_update(ids.tolist())
 
     def change(self, divisor: int) -> Rows | None:
         if not self._touched:
             return None
         ids, _ = unique(np.concatenate(self._touched))
+        self._with_rows.insert(ids)
         now, agreed = (torch.from_numpy(table.read(ids, True)) for table in (self._mine, self._agreed))
         change = difference(now, agreed)
         lost = not_addable(now, agreed, change)
@@ -132,7 +126,7 @@ class TableReplica:
         never used) need nothing."""
         held = self._agreed.known(ids)
         ids, values = ids[held], values[held]
-        self._note_rows(ids)
+        self._with_rows.insert(ids)
         agreed = self._agreed.read(ids, True)
         self._mine.add(ids, difference(torch.as_tensor(values), torch.from_numpy(agreed)).numpy())
         self._agreed.load(ids, {WEIGHT: values})
