@@ -8,7 +8,7 @@ import dataclasses
 import json
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -101,6 +101,15 @@ def check(hybrid: list[list[torch.Tensor]], servers: list[list[torch.Tensor]]) -
     for one, other in zip(hybrid, servers, strict=True):
         assert_close(one, other)
         assert all(torch.equal(a, b) for a, b in zip(one, hybrid[0], strict=True)), "the same bits everywhere"
+
+
+@contextlib.contextmanager
+def worker_1_again(job: Job) -> Iterator[Fleet]:
+    """Another process in the place of worker 1, which takes part in a job until this is over."""
+    fleet_ = Fleet(environ=SOON, network=job.network)
+    fleet_.init(UserDefinedRoleMaker(1, Role.WORKER, job.workers, job.endpoints))
+    yield fleet_
+    fleet_.stop_worker()
 
 
 def each_step(optimizer: Any, model: Net, worker: int) -> None:
@@ -843,11 +852,8 @@ def test_one_that_starts_again_has_other_layers_frozen(net: Net, unfreezes: str)
         return model.seen()
 
     def again() -> list[torch.Tensor]:
-        fleet_ = Fleet(environ=SOON, network=job.network)
-        fleet_.init(UserDefinedRoleMaker(1, Role.WORKER, 2, job.endpoints))
-        seen = train(fleet_, 1)
-        fleet_.stop_worker()
-        return seen
+        with worker_1_again(job) as fleet_:
+            return train(fleet_, 1)
 
     job = Job(train, 2, 2, environ=SOON)
     job.join(job.start())
@@ -1323,13 +1329,10 @@ def test_a_synchronous_job_ends_where_it_would_with_a_worker_that_starts_again(
         return model.seen()
 
     def again() -> list[torch.Tensor]:
-        fleet_ = Fleet(environ=SOON, network=job.network)
-        fleet_.init(UserDefinedRoleMaker(1, Role.WORKER, 3, job.endpoints))
         with torch.no_grad():
             net.dense[0].weight.zero_()  # which nobody else has
-        seen = train(fleet_, 1)
-        fleet_.stop_worker()
-        return seen
+        with worker_1_again(job) as fleet_:
+            return train(fleet_, 1)
 
     expected, _ = hybrid_and_servers(net, lambda m: torch.optim.Adam(m.parameters(), 0.05), 3, 2, each_step)
     if late:
@@ -1378,11 +1381,8 @@ def test_one_that_starts_again_does_not_come_amid_a_step(net: Net, mode: str, am
         return [each.detach().clone() for each in model.dense.parameters()]
 
     def again() -> list[torch.Tensor]:
-        fleet_ = Fleet(environ=SOON, network=job.network)
-        fleet_.init(UserDefinedRoleMaker(1, Role.WORKER, 3, job.endpoints))
-        seen = train(fleet_, 1)
-        fleet_.stop_worker()
-        return seen
+        with worker_1_again(job) as fleet_:
+            return train(fleet_, 1)
 
     job = Job(train, 3, 2, environ=SOON)
     job.join(job.start())

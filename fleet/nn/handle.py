@@ -121,9 +121,8 @@ class GradientRows(NamedTuple):
     def merged(self) -> tuple[Ids, Array]:
         """Return distinct ids and the gradients of their rows, from what is on the CPU."""
         ids, rows = self.ids, self.rows
-        if (
-            not ids.numel()
-        ):  # what numpy has seen torch cannot resize, as it does when rows are added to a gradient of none
+        if not ids.numel():
+            # What numpy has seen torch cannot resize, as it does when rows are added to a gradient of none.
             ids, rows = torch.empty_like(ids), torch.empty_like(rows)
         pair = ids.numpy(), rows.numpy()
         return pair if self.once else merge([pair], 1)

@@ -179,9 +179,12 @@ class DenseOptions:
     @contextmanager
     def of_a_step(self, leading: Sequence[Mapping[str, Any]] | None) -> Iterator[None]:
         """Let these be the options of a step, if there are any. What the step itself changes of them stays."""
-        own = [
-            {name: (group[name], _told(group[name])) for name in names if name in group} for group, names in self._all
-        ]
+        own: list[dict[str, tuple[Any, Any]]] = []
+        if leading is not None:
+            own = [
+                {name: (group[name], _told(group[name])) for name in names if name in group}
+                for group, names in self._all
+            ]
         for (group, _), new in zip(self._all, leading or (), strict=leading is not None):
             group.update({name: _made(told, group.get(name)) for name, told in new.items()})
         before = self.read()
@@ -189,6 +192,8 @@ class DenseOptions:
             yield
         finally:
             for index, was, now in zip(self._groups, before, self.read(), strict=True):
+                if now == was:  # as nearly always
+                    continue
                 self.moving |= {(index, name) for name in now if json.dumps(now[name]) != json.dumps(was.get(name))}
             if leading is not None:
                 self._put_back(own)
