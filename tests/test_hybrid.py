@@ -34,7 +34,7 @@ from fleet.errors import (
     UnsupportedError,
 )
 from fleet.ps.wire.frame import Frame
-from fleet.ps.worker.connection import Connection
+from fleet.ps.worker.connection import Connection, Together
 from fleet.ps.worker.dense_group import DenseGroup
 from fleet.ps.worker.dense_training import DenseTraining
 from fleet.role_maker import Role, UserDefinedRoleMaker
@@ -1388,6 +1388,48 @@ def test_one_that_starts_again_does_not_come_amid_a_step(net: Net, mode: str, am
     job.join(job.start())
     assert not [(name, error) for name, error in job.errors.items() if name != "worker 1"]  # which never said goodbye
     assert all(torch.equal(a, b) for a, b in zip(job.results[0], job.results[2], strict=True))
+
+
+def test_what_workers_do_together_has_a_place_of_its_own(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first server hears late how far each is. Where one still seems to be in what another one is through with,
+    that is no other thing at the same place, of which nobody would ever come to the end."""
+    done: dict[tuple[int, int], set[str]] = {}
+
+    def noted(group: int, place: int = 0, awaits: str = "") -> Together:
+        if awaits:
+            done.setdefault((group, place), set()).add(awaits)
+        return Together(group, place, awaits)
+
+    monkeypatch.setattr("fleet.ps.worker.dense_group.Together", noted)
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        model, late = copy.deepcopy(net), torch.nn.Linear(4, 1)
+        plain = torch.optim.SGD(model.parameters(), 0.2 if worker == 1 else 0.05)
+        strategy = sync(dense="all_reduce", max_grad_norm=0.05)
+        optimizer = fleet_.distributed_optimizer(plain, strategy, model=model)
+        fleet_.init_worker()
+        for step in range(4):
+            if step == 2:
+                optimizer.add_param_group({"params": list(late.parameters())})
+                if worker == 1:
+                    fleet_.load_state_dict(model, fleet_.state_dict(model))
+            if worker == 1 and step == 3:
+                break
+            loss = model.loss(step, worker) + (late(torch.ones(4)).sum() if step > 1 else 0)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    run_job(body, 2)
+    assert all(len(things) == 1 for things in done.values()), done
+    assert {thing for things in done.values() for thing in things} == {
+        "an average of gradients",
+        "the norm of gradients of rows",
+        "the options of a step",
+        "the values of parameters that join",
+        "the values to go on from",
+        "values that have been replaced",
+    }
 
 
 @pytest.mark.parametrize("dies", [False, True])
