@@ -100,23 +100,18 @@ ATOMS = frozenset({int, str, bool, type(None), Ticket})
 
 
 def frozen(value: Any) -> Hashable:
-    """A hashable picture of everything a gate remembers."""
+    """A hashable picture of everything a gate remembers. What is a key or in a set can be hashed as it is."""
     kind = type(value)
     if kind in ATOMS:
         return value  # type: ignore[no-any-return]
     if kind is dict:
-        return tuple(
-            [
-                (key if type(key) in ATOMS else frozen(key), item if type(item) in ATOMS else frozen(item))
-                for key, item in value.items()
-            ]
-        )
+        return (*value, *[item if type(item) in ATOMS else frozen(item) for item in value.values()])
     if kind is set or kind is frozenset:
-        return frozenset([item if type(item) in ATOMS else frozen(item) for item in value])
+        return frozenset(value)
     if isinstance(value, list | tuple):
         return tuple([item if type(item) in ATOMS else frozen(item) for item in value])
     if hasattr(value, "__dict__"):
-        return (kind.__name__, frozen(vars(value)))
+        return (kind, *[item if type(item) in ATOMS else frozen(item) for item in vars(value).values()])
     hash(value)
     return value  # type: ignore[no-any-return]
 
@@ -128,10 +123,10 @@ def copied(value: Any) -> Any:
         return value
     if kind is dict:
         return {key: item if type(item) in ATOMS else copied(item) for key, item in value.items()}
-    if kind is set or kind is list:
-        return kind(value if all(type(item) in ATOMS for item in value) else map(copied, value))
-    if kind is tuple and all(type(item) in ATOMS for item in value):
-        return value
+    if kind is set or kind is frozenset:
+        return kind(value)
+    if kind is list or kind is tuple:
+        return kind([item if type(item) in ATOMS else copied(item) for item in value])
     if isinstance(value, ClockGate):
         made = object.__new__(kind)
         vars(made).update(copied(vars(value)))
@@ -894,7 +889,7 @@ class Pair:
         token = min(gates[0].version, gates[1].version)
         if event == "first" and alive and line.first < step <= STEPS - 1:
             effects[0] = at(0).push(worker, step, token)
-            became, answer = replace(line, first=step), (tuple(gates[0].buffers(token)), frozen(gates[0].gone))
+            became, answer = replace(line, first=step), (tuple(gates[0].buffers(token)), tuple(gates[0].gone.items()))
         elif event == "second" and alive and line.second < step <= STEPS - 1:
             effects[1] = at(1).push(worker, step, None)
             became = replace(line, second=step, seen=gates[1].version)
@@ -905,7 +900,7 @@ class Pair:
         elif event == "part" and alive and line.told == STEPS - 1 and not line.parting[0]:
             effects[0] = at(0).parts(worker)
             became = replace(line, parting=(True, False))
-            answer = tuple(gates[0].buffers(0)), frozen(gates[0].gone)
+            answer = tuple(gates[0].buffers(0)), tuple(gates[0].gone.items())
         elif event == "part 1" and alive and line.parting == (True, False):
             effects[1] = at(1).place(worker, STEPS - 1, answer[0], dict(answer[1]))
             became, answer = replace(line, parting=(True, True)), ()
