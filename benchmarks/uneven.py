@@ -19,16 +19,16 @@ from typing import Any
 from measuring import end_like_an_exit, median_ratio, print_table, progress, run_job, write_json
 
 MODES = ("sync", "gba", "auto", "async")
-WORKERS, SERVERS, SLOWER, PAUSE_S = 4, (1, 2), 4, 0.05
+SERVERS, SLOWER, PAUSE_S = (1, 2), 4, 0.05
 STEPS, WARMUP, BATCH = 100, 25, 32
 #: What is wanted: of synchronous training with one slow worker, of asynchronous training with even ones.
 FASTER, AS_FAST = 2.2, 0.95
 
 
-def rate(mode: str, servers: int, slower: int, steps: int) -> float:
+def rate(mode: str, servers: int, workers: int, slower: int, steps: int) -> float:
     """Steps a second of all workers of one job."""
     work = {"mode": mode, "steps": steps, "warmup": WARMUP, "batch": BATCH, "width": 32, "dim": 8, "pause_s": PAUSE_S}
-    cost = run_job("ours", {**work, "slower": slower, "vocabulary": 10_000}, servers=servers, workers=WORKERS)
+    cost = run_job("ours", {**work, "slower": slower, "vocabulary": 10_000}, servers=servers, workers=workers)
     return cost.examples / BATCH / cost.seconds
 
 
@@ -50,18 +50,21 @@ def row(mode: str, rates: Mapping[str, list[float]], servers: int, slower: int) 
 def main() -> None:
     end_like_an_exit()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one round, a quarter of the steps, one server")
+    parser.add_argument(
+        "--quick", action="store_true", help="one round, a quarter of the steps, one server, two uneven workers"
+    )
     parser.add_argument("--json", type=Path, help="also write the figures here")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    rounds, steps = (1, STEPS // 4) if options.quick else (options.rounds, STEPS)
-    places = [(servers, slower) for servers in (SERVERS[:1] if options.quick else SERVERS) for slower in (1, SLOWER)]
+    rounds, steps, workers = (1, STEPS // 4, 2) if options.quick else (options.rounds, STEPS, 4)
+    places = [(SERVERS[0], SLOWER)] if options.quick else [(each, slower) for each in SERVERS for slower in (1, SLOWER)]
     rates: dict[tuple[int, int], dict[str, list[float]]] = {place: {mode: [] for mode in MODES} for place in places}
     turns = [(place, mode) for _ in range(rounds) for place in places for mode in MODES]
     for place, mode in progress(turns, lambda turn: f"{turn[1]}, {turn[0]}"):
-        rates[place][mode].append(rate(mode, *place, steps))
+        servers, slower = place
+        rates[place][mode].append(rate(mode, servers, workers, slower, steps))
     rows = [row(mode, rates[place], *place) for place in places for mode in MODES]
-    title = f"{WORKERS} workers, steps of {PAUSE_S * 1e3:.0f} ms, medians of {rounds} rounds"
+    title = f"{workers} workers, steps of {PAUSE_S * 1e3:.0f} ms, medians of {rounds} rounds"
     print_table(title, list(rows[0]), [list(each.values()) for each in rows])
     write_json(options.json, rounds=rounds, quick=options.quick, rows=rows)
 
