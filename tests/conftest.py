@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import gc
+import itertools
 import logging
+import math
 import os
 import re
 import signal
 import socket
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -43,19 +46,67 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return ("not libraries" in config.getoption("markexpr") and collection_path.name == "test_lightning.py") or None
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--whole", action="store_true", help="every case of the matrices that are marked `pairs`")
+    parser.addoption(
+        "--part", type=_part, default=(1, 1), metavar="K/N", help="of slow and chaos cases the K-th of N parts"
+    )
+
+
+def _part(text: str) -> tuple[int, int]:
+    number, parts = map(int, text.split("/"))
+    if not 1 <= number <= parts:
+        raise ValueError("K is from 1 to N")
+    return number, parts
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of a matrix that is marked so, the default run has as many cases as its longest side, with each value of every
-    side among them, or so many of these as the mark says. The other cases are slow ones: what they show differs little
-    from what those show."""
+    side among them, or so many of these as the mark says. Slow ones are as many others as it takes that each value is
+    together with each value of every other side; what the rest would show differs little from that. Of all slow cases
+    a run may be one part of several."""
+    matrices: dict[str, list[pytest.Item]] = {}
     for item in items:
-        mark = item.get_closest_marker("pairs")
-        if mark is not None and not _is_on_the_diagonal(item, *mark.args):
+        if item.get_closest_marker("pairs"):
+            matrices.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left: list[pytest.Item] = []
+    for matrix in matrices.values():
+        places = {item: [_place(item, *mark.args) for mark in item.iter_markers("parametrize")] for item in matrix}
+        (mark,) = matrix[0].iter_markers("pairs")
+        fast = [item for item in matrix if _is_on_the_diagonal(places[item], *mark.args)]
+        slow = [item for item in matrix if item not in fast]
+        for item in slow:
             item.add_marker("slow")
+        sizes = [size for _, size in places[matrix[0]]]
+        is_complete = len(matrix) == math.prod(sizes)  # or somebody has chosen of it
+        if is_complete and len(sizes) > 2 and not config.getoption("whole"):
+            left += _beyond_pairs({item: [at for at, _ in places[item]] for item in [*fast, *slow]}, len(fast))
+    number, parts = config.getoption("part")
+    for item in items:
+        # Which part a case is in does not depend on what else is collected.
+        is_a_case = hasattr(item, "callspec") and any(map(item.get_closest_marker, ("slow", "chaos")))
+        if is_a_case and zlib.crc32(item.nodeid.encode()) % parts != number - 1:
+            left.append(item)
+    if left:
+        without = set(left)
+        items[:] = [item for item in items if item not in without]
+        config.hook.pytest_deselected(items=left)
 
 
-def _is_on_the_diagonal(item: pytest.Item, most: int | None = None) -> bool:
-    sides = [_place(item, *mark.args) for mark in item.iter_markers("parametrize")]
+def _beyond_pairs(cases: dict[pytest.Item, list[int]], fast: int) -> list[pytest.Item]:
+    """The cases that add no pair of values of two sides to the first ones, which there are, and the best others."""
+    pairs = {item: set(itertools.combinations(enumerate(places), 2)) for item, places in cases.items()}
+    lacking = set[Any]().union(*pairs.values()).difference(*[pairs[item] for item in [*cases][:fast]])
+    others = [*cases][fast:]
+    while lacking:
+        best = max(others, key=lambda item: len(pairs[item] & lacking))
+        others.remove(best)
+        lacking -= pairs[best]
+    return others
+
+
+def _is_on_the_diagonal(sides: Sequence[tuple[int, int]], most: int | None = None) -> bool:
     longest = max(size for _, size in sides)
     count = min(most or longest, longest)
     steps = [number * longest // count for number in range(count)]
@@ -77,6 +128,7 @@ _PARAM = type(pytest.param())
 def pytest_collection_finish() -> None:
     """Have the collector of garbage leave alone what is there for good, a million objects of torch's and the tests."""
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)  # it is looked for less often: there is memory, and nothing keeps on for long
     gc.enable()
     # To each logger that keeps to itself pytest gives its handlers six times a test, and torch has sixty such loggers.
     # Where one has a handler, all that torch's compiler does is written down.

@@ -620,16 +620,21 @@ def test_what_a_former_server_says_does_not_end_the_job_elsewhere() -> None:
     assert stays.failure is over
 
 
+#: Modes in which somebody is killed at any message; in the first one workers share their steps.
+KILLED = [None, "async", "async, all_reduce", "gba", "auto", "geo", "dc_asgd"]
+
+
 @pytest.mark.chaos
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("mode", [None, "async", "async, all_reduce", "gba", "auto", "dc_asgd"])
+@pytest.mark.parametrize("mode", [each for each in KILLED if each != "geo"])
 @pytest.mark.parametrize("after", [False, True], ids=["before it arrives", "after it is carried out"])
 def test_a_mover_that_is_killed_at_any_message_leaves_no_half_of_a_move(after: bool, mode: str | None) -> None:
-    number, struck = 1, "some"
-    while struck:
+    """Where workers share no steps each message has one of the two, and the other one in the next mode."""
+    for number in itertools.count(1) if mode is None else itertools.count(1 + (after + KILLED.index(mode)) % 2, 2):
         results, struck = resumed_after(number, after=after, mode=mode)
         assert_went_on(results, mode)
-        number += 1
+        if not struck:
+            break
     assert number > 20
 
 
@@ -1750,16 +1755,16 @@ def test_durable_servers_give_their_job_to_others(tmp_path: Path, mode: str | No
 
 @pytest.mark.chaos
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("mode", [None, "async", "async, all_reduce", "gba", "auto", "geo", "dc_asgd"])
+@pytest.mark.parametrize("mode", KILLED)
 @pytest.mark.parametrize("server", range(3), ids=["leaves", "stays", "comes"])
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_durable_servers_that_are_killed_at_any_message_of_a_move(
     tmp_path: Path, moment: str, server: int, mode: str | None
 ) -> None:
-    """Of modes that share most of their code with asynchronous jobs each case has every third message, and the three
-    servers and the moments begin at different ones."""
-    first, every = (1, 1) if mode in (None, "async") else (1 + (server + [*MOMENTS].index(moment)) % 3, 3)
-    for number in itertools.count(first, every):
+    """Where workers share no steps each message has one of the moments, and another one in the next mode: most of the
+    code of these is the same."""
+    begins = 1 + (server + KILLED.index(mode) + [*MOMENTS].index(moment)) % len(MOMENTS)
+    for number in itertools.count(1) if mode is None else itertools.count(begins, len(MOMENTS)):
         struck = Struck(server, number, moment)
         moved_durably(tmp_path, struck, mode)
         if not struck.kind:

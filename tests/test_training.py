@@ -858,9 +858,9 @@ def test_an_interruption_anywhere_in_init_worker_lets_it_be_called_again(apart: 
 @pytest.mark.parametrize(
     ("first", "apart", "within"),
     [
-        (1, 151, ""),
-        (2, 31, "ps/worker/"),
-        *(pytest.param(first, 13, "", marks=pytest.mark.slow) for first in (3, 8)),
+        (1, 199, ""),
+        (2, 43, "ps/worker/"),
+        pytest.param(3, 17, "", marks=pytest.mark.slow),
     ],
 )
 def test_an_interruption_anywhere_in_a_step_counts_it_once(strategy: str, first: int, apart: int, within: str) -> None:
