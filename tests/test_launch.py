@@ -978,6 +978,26 @@ def test_ports_for_prometheus_follow_one_another() -> None:
     assert part.notes == ("ports for Prometheus: server 1 9100, worker 1 9101",)
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_there_is_a_port_for_prometheus_for_every_process(workers: int) -> None:
+    def planned() -> LaunchPlan:
+        return plan_launch(
+            servers=parse_endpoints("a:1", "server"),
+            worker_hosts=("a",) * workers,
+            here=("a",),
+            command=("python", "train.py"),
+            job_id="j",
+            inherited={},
+            metrics_port=65534,
+        )
+
+    if workers == 1:
+        assert planned().processes[-1].environment["FLEET_METRICS_PORT"] == "65535"
+        return
+    with pytest.raises(ConfigurationError, match=r"fewer ports .* at most 65533 for 3 processes .* 65536 for the last"):
+        planned()
+
+
 def test_addresses() -> None:
     assert parse_worker_hosts("[::1], [::2]:3,c ") == ("[::1]", "[::2]", "c")
     for bad in ("a:1,a:1", "a:0", "0.0.0.0:5", "a:1,", "a"):

@@ -16,6 +16,8 @@ from fleet.errors import ConfigurationError
 #: The words of the variables for the two roles.
 _ROLE_WORDS = {Role.SERVER: "PSERVER", Role.WORKER: "TRAINER"}
 
+_LAST_PORT = 65535
+
 #: These, and 127.*, mean a different machine on each machine.
 _LOOPBACK_NAMES = ("localhost", "[::1]")
 
@@ -113,6 +115,13 @@ def plan_launch(
         ),
     ]
     if metrics_port is not None:
+        if (last := metrics_port + len(processes) - 1) > _LAST_PORT:
+            raise ConfigurationError(
+                f"there are fewer ports for Prometheus from {metrics_port} on than processes",
+                expected=f"at most {_LAST_PORT + 1 - len(processes)} for {len(processes)} processes of this machine",
+                got=f"--metrics_port {metrics_port}, so {last} for the last one",
+                todo="Choose a lower one with --metrics_port or FLEET_METRICS_PORT, or 0 for any free ports.",
+            )
         ports = [metrics_port + place if metrics_port else 0 for place in range(len(processes))]
         processes = [
             replace(each, environment={**each.environment, "FLEET_METRICS_PORT": str(port)})
