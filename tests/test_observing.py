@@ -610,6 +610,10 @@ def test_a_history_keeps_what_rates_need() -> None:
         history.add(View(float(at)))
     before, now = history.ends
     assert (before.at, now.at) == (94.0, 99.0)
+    for at in range(20):  # the clock was set back
+        history.add(View(float(at)))
+    before, now = history.ends
+    assert (before.at, now.at) == (14.0, 19.0)
 
 
 def test_who_waits_and_for_whom_is_told_of_both() -> None:
@@ -761,13 +765,44 @@ def test_a_record_is_read_back(tmp_path: Path) -> None:
     record.write(10.0, "worker", {"steps": 1, "loss": math.nan})
     record.write(11.0, "worker", {"steps": 2, "loss": 0.5})
     record.close()
-    (tmp_path / "server.0.record.jsonl").write_text(
-        '{"at": 10.5, "process": "server 0", "kind": "server", "told": {}}\n{"at'
-    )
+    of_server = json.dumps({"at": 10.5, "process": "server 0", "kind": "server", "told": status()})
+    (tmp_path / "server.0.record.jsonl").write_text(f'{of_server}\n{{"at')
     lines = read_records(tmp_path)
     assert [(line.at, line.process) for line in lines] == [(10.0, "worker 3"), (10.5, "server 0"), (11.0, "worker 3")]
     assert [line.at for line in newest(tmp_path)] == [10.5, 11.0], "what is only half written is not there yet"
     assert newest(tmp_path, ["worker 3", "worker 4"])[0].told == {"steps": 2, "loss": 0.5}
+
+
+def test_a_clock_that_is_set_back_hides_no_end(tmp_path: Path) -> None:
+    """Both processes' clocks are set back by an hour in the middle, one of them starts again, and both end well."""
+    for process in ("worker 0", "worker 1"):
+        with contextlib.closing(Record(tmp_path, process, most_bytes=20_000)) as record:
+            for second in range(1000):
+                again = process == "worker 1" and second >= 800
+                told = {"steps": second, "uptime_seconds": float(second - 800 * again)}
+                at = 10_000.0 + second - 3600 * (second >= 500)
+                record.write(at, "worker", told, is_last=second == 999)
+    lines = read_records(tmp_path)
+    assert view_of(lines[-1].at, {line.process: line for line in lines}.values()).is_over
+    for process, tolerated in (("worker 0", 0.0), ("worker 1", 40.0)):  # nobody knows how long a start took
+        own = [line for line in lines if line.process == process]
+        assert all(abs(line.at - 10_000 - line.told["steps"]) <= tolerated for line in own)
+        assert max(after.at - before.at for before, after in itertools.pairwise(own)) <= 40.0, "thinned out evenly"
+
+
+def test_events_stay_in_order_when_the_clock_is_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [10_000.0, 50.0]
+    monkeypatch.setattr("fleet.telemetry.record.wall_time", lambda: now[0])
+    monkeypatch.setattr("fleet.telemetry.record.SystemClock.now", lambda _: now[1])
+    with Chronicle(tmp_path, ["worker 0"], is_whole=True) as chronicle:
+        chronicle.write("worker 0", "started")
+        now[:] = [10_000.0 + 60 - 3600, 50.0 + 60]
+        chronicle.write("worker 0", "exit code 0")
+    assert [(line.at, line.told["what"]) for line in read_records(tmp_path)] == [
+        (10_000.0, "started"),
+        (10_060.0, "exit code 0"),
+        (10_060.0, "ended"),
+    ]
 
 
 def test_a_process_that_starts_again_goes_on_with_its_record(tmp_path: Path) -> None:

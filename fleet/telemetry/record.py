@@ -12,12 +12,12 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fleet.base.clock import wall_time
+from fleet.base.clock import SystemClock, wall_time
 from fleet.base.system_errors import reason
 from fleet.errors import ConfigurationError
 from fleet.telemetry.cause import LAUNCHER, forget
@@ -32,6 +32,8 @@ EVENT = "event"
 #: When a file was changed last whose writer could go on no more.
 _GIVEN_UP = 0
 _WORKER = re.compile(r"worker [0-9]+")
+#: A process's clock and its own time may differ by so much from line to line.
+_JITTER_S = 1.0
 #: A last line that is longer than this is not looked for.
 _LONGEST_LINE = 16 << 20
 
@@ -85,9 +87,10 @@ class Record:
         self._bytes += len(data)
 
     def _thin_out(self) -> None:
-        lines = [line for line in self._path.read_bytes().splitlines() if line]
+        lines = [line for line in self._path.read_bytes().splitlines() if _parsed(line) is not None]
+        instants = [line.at for line in _in_order(_known(lines))]
         beside = self._path.with_suffix(".thinner")
-        beside.write_bytes(b"".join(lines[index] + b"\n" for index in evenly_spread(_instants(lines))))
+        beside.write_bytes(b"".join(lines[index] + b"\n" for index in evenly_spread(instants)))
         os.replace(beside, self._path)
         self._file.close()
         self._file = self._path.open("ab", buffering=0)
@@ -99,6 +102,8 @@ class Chronicle:
     has left there: of these processes, or of all where these are the whole job."""
 
     def __init__(self, directory: Path, processes: Sequence[str], is_whole: bool) -> None:
+        self._clock = SystemClock()
+        self._began = self._clock.now()
         stale = directory.glob(f"*{SUFFIX}") if is_whole else (path_of(directory, process) for process in processes)
         name = f"{LAUNCHER} of {processes[0]}"
         try:
@@ -116,8 +121,9 @@ class Chronicle:
 
     def write(self, process: str, what: str, is_last: bool = False) -> None:
         # The job is worth more than its story: a full disk ends the one and not the other.
+        told = {"process": process, "what": what, "uptime_seconds": round(self._clock.now() - self._began, 3)}
         with contextlib.suppress(OSError):
-            self._record.write(wall_time(), EVENT, {"process": process, "what": what}, is_last)
+            self._record.write(wall_time(), EVENT, told, is_last)
 
     def __enter__(self) -> Chronicle:
         return self
@@ -132,9 +138,10 @@ def path_of(directory: Path, process: str) -> Path:
 
 
 def read_records(directory: Path) -> list[Line]:
-    """Return all that is recorded there, in the order of time."""
-    lines = (line for path in sorted(directory.glob(f"*{SUFFIX}")) for line in path.read_bytes().splitlines())
-    return sorted((line for line in map(_parsed, lines) if line is not None), key=lambda line: line.at)
+    """Return all that is recorded there, in the order of time, whoever has set a clock back meanwhile."""
+    paths = sorted(directory.glob(f"*{SUFFIX}"))
+    lines = (line for path in paths for line in _in_order(_known(path.read_bytes().splitlines())))
+    return sorted(lines, key=lambda line: line.at)
 
 
 def newest(directory: Path, processes: Iterable[str] | None = None) -> list[Line]:
@@ -217,14 +224,28 @@ def evenly_spread(instants: Sequence[float]) -> list[int]:
     return sorted({*list(first.values())[:spans], len(instants) - 1})
 
 
-def _instants(lines: Sequence[bytes]) -> list[float]:
-    parsed = [_parsed(line) for line in lines]
-    known = 0.0
-    instants = []
-    for line in parsed:
-        known = known if line is None else line.at
-        instants.append(known)
-    return instants
+def _known(lines: Iterable[bytes]) -> Iterator[Line]:
+    return (line for line in map(_parsed, lines) if line is not None)
+
+
+def _in_order(lines: Iterable[Line]) -> Iterator[Line]:
+    """Yield the lines of one process at the times that its clock would have shown if nobody had set it back. What it
+    tells of its own time says how long after the line before such a line was written."""
+    back, before = 0.0, None
+    for line in lines:
+        at = line.at + back
+        if before is not None:
+            passed = max(0.0, _own_time(line) - _own_time(before))  # it may have started again
+            if at < before.at + max(0.0, passed - _JITTER_S):
+                back += before.at + passed - at
+                at = line.at + back
+        before = replace(line, at=at)
+        yield before
+
+
+def _own_time(line: Line) -> float:
+    figures: Figures = line.told.get("figures", {}) if line.kind == "server" else line.told
+    return figures.get("uptime_seconds", 0.0) if line.kind in (EVENT, "worker", "server") else 0.0
 
 
 def _last(path: Path) -> Line | None:

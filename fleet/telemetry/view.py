@@ -192,6 +192,8 @@ class History:
         self._views: deque[View] = deque()
 
     def add(self, view: View) -> None:
+        if self._views and self._views[-1].at > view.at:  # the clock was set back: the others are of no time any more
+            self._views = deque([replace(self._views[-1], at=view.at)])
         self._views.append(view)
         while len(self._views) > 2 and self._views[1].at <= view.at - WINDOW_S:
             self._views.popleft()
@@ -411,7 +413,7 @@ def _table_row(name: str, before: View, now: View) -> TableRow:
             earlier = ServerView("")
         figures, then = server.tables[name], earlier.tables.get(name, {})
         recent.append({key: figures.get(key, 0) - then.get(key, 0) for key, of in TABLE.items() if of.counts})
-        steps.append(server.figures["updates"] - earlier.figures.get("updates", 0.0))
+        steps.append(server.figures.get("updates", 0.0) - earlier.figures.get("updates", 0.0))
     figures = in_all(server.tables[name] for server in holders.values())
     return TableRow(name, figures, in_all(recent), max(steps))
 
