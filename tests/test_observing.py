@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import fcntl
 import io
@@ -906,10 +907,54 @@ def test_lines_that_are_not_ours_are_passed_over(tmp_path: Path) -> None:
         *(ours | {"at": at} for at in (math.nan, math.inf, 10**400)),
         *(ours | {"process": process} for process in ("worker", "worker x", "worker ²", "", 3)),
         *(event | {"told": told} for told in ({}, {"process": "worker 1"}, {"process": 1, "what": "started"})),
+        *(ours | {"at": at} for at in (-1.0, 1e18)),  # no date
     ]
     text = "".join(f"{json.dumps(each)}\n" for each in [ours, *odd, event])
     (tmp_path / "worker.1.record.jsonl").write_text(f"{text}{'[' * 100_000}\n")
     assert [line.kind for line in read_records(tmp_path)] == ["worker", "event"]
+
+
+def places_in(value: object) -> Iterator[tuple[Any, Any]]:
+    """Every place in nested JSON, as what holds it and its key or index there."""
+    held = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in held:
+        yield value, key
+        yield from places_in(inner)
+
+
+@pytest.mark.parametrize(
+    "odd", [None, -1, 10**400, -1e305, math.nan, math.inf, "x", "\ud800", [], {}, [[1]], "removed"]
+)
+@pytest.mark.parametrize("kind", ["worker", "server", "event"])
+def test_no_odd_value_anywhere_in_a_record_ends_those_who_read_it(
+    kind: str, odd: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A line that is JSON and not as ours are is passed over, as half a line is, and the others are read."""
+    monkeypatch.setattr("fleet.telemetry.story.MOST_MOMENTS", 3)
+    figures = {"uptime_seconds": 1.0, "steps": 3, "queue": 0, "loss": 0.5, "push_seconds": 0.1, "auc": 0.7}
+    waits = {"what": "push", "seconds": 2.0, "for": [0]}
+    workers = [told(waited={"0": 1.0}, waits=waits, figures=dict(figures))]
+    beside = {"tables": {"t": table(rows=3)}, "hot": [["t", 3, 0.5]], "errand": "", "pace": "", "mode": "sync"}
+    lines = {
+        "worker": figures,
+        "server": status(*workers) | beside,
+        "event": {"process": "worker 0", "what": "started", "uptime_seconds": 0.0},
+    }
+    for place in range(len([*places_in(lines[kind])])):
+        for each, of in lines.items():
+            changed = copy.deepcopy(of)
+            if each == kind:
+                holder, key = [*places_in(changed)][place]
+                if odd == "removed":
+                    del holder[key]
+                else:
+                    holder[key] = odd
+            record = [{"at": at, "process": f"{each} 0", "kind": each, "told": changed} for at in (1.0, 2.0)]
+            good = {"at": 3.0, "process": f"{each} 0", "kind": each, "told": of, "last": True}
+            text = "".join(f"{json.dumps(line)}\n" for line in [*record, good])
+            (tmp_path / f"{each}.0.record.jsonl").write_text(text)
+        assert cli.main(["report", str(tmp_path)]) == 0, (place, capsys.readouterr().err)
+        assert cli.main(["doctor", str(tmp_path)]) == 0, (place, capsys.readouterr().err)
 
 
 def test_a_job_leaves_records(tmp_path: Path) -> None:

@@ -188,6 +188,16 @@ def test_many_workers_and_a_run_of_one_moment() -> None:
     Reader(page(story_of(run(1)), "logs"))
 
 
+@pytest.mark.parametrize("values", [(0.0, 5e-324), (-1.7e308, 1.7e308), (0.0, 1e308), (-math.inf, 1.0), (1e300, 1e300)])
+def test_the_largest_and_the_smallest_numbers_are_drawn_or_left_out(values: tuple[float, float]) -> None:
+    lines = [
+        replace(line, told={**line.told, "loss": values[place % 2], "auc": values[place % 2]})
+        for place, line in enumerate(run(8, workers=1))
+        if line.kind == "worker"
+    ]
+    assert "Loss" in Reader(page(story_of(lines), "logs")).text
+
+
 def recorded(directory: Path) -> None:
     with Chronicle(directory, ["server 0"], is_whole=True) as chronicle:
         chronicle.write("server 0", "started")

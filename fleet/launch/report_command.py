@@ -33,7 +33,7 @@ def report(argv: list[str], prog: str) -> int:
     output = directory / "report.html" if options.output is None else Path(options.output)
     text = page(story_of(lines, Recorded(directory).ending()), directory.resolve().name)
     try:
-        output.write_text(text, encoding="utf-8")
+        output.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise ConfigurationError(
             "the report cannot be written",

@@ -6,7 +6,7 @@ of their ``uptime_seconds``, which are the process's own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 #: What is told of one process at one moment.
@@ -14,6 +14,8 @@ Figures = Mapping[str, float]
 
 #: So many figures a process tells, with names no longer than this.
 MOST_FIGURES, LONGEST_NAME = 128, 64
+#: No figure of ours is as large, so sums and differences of them are finite.
+_BEYOND = 1e300
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,20 @@ TABLE = {
 }
 
 
+def are_figures(told: object, needed: Iterable[object] = (), finite: Container[object] | None = None) -> bool:
+    """Say whether what was read somewhere are figures, with those that are ``needed``. Those of the names in ``finite``
+    are numbers that can be reckoned with; without it, all are."""
+    return (
+        isinstance(told, Mapping)
+        and all(name in told for name in needed)
+        and all(
+            isinstance(value, int | float)
+            and (abs(value) < _BEYOND or (isinstance(value, float) and finite is not None and name not in finite))
+            for name, value in told.items()
+        )
+    )
+
+
 def reported(figures: Figures) -> dict[str, float]:
     """Return those figures of a worker that its script has reported under names of its own."""
     return {name: value for name, value in figures.items() if name not in WORKER}
@@ -142,7 +158,7 @@ def in_words(parts: Mapping[str, float], least: float = 0.01) -> str:
 
 def rate(name: str, before: Figures | None, now: Figures) -> float | None:
     """Return how much a figure grew a second between two readings; None if they do not say."""
-    if before is None or name not in before or name not in now:
+    if before is None or any(each not in figures for figures in (before, now) for each in (name, "uptime_seconds")):
         return None
     seconds = now["uptime_seconds"] - before["uptime_seconds"]
     grown = now[name] - before[name]

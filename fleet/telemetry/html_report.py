@@ -19,6 +19,8 @@ from fleet.telemetry.view import View, rows, table_rows
 
 _WIDTH, _HEIGHT = 900, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 10, 26
+#: Larger numbers are off the chart: it has to be possible to reckon with them.
+_MOST = 1e300
 _COLOURS = 8
 _DASHES = ("", "7 3", "2 3")
 #: More names than this a legend does not list one by one; all are in the table below it.
@@ -57,7 +59,7 @@ def _body(story: Story, title: str) -> Iterator[str]:
 
 
 def _section(chart: Chart, moments: Sequence[float], happenings: Sequence[Happening]) -> str:
-    values = [value for curve in chart.curves.values() for value in curve if value is not None and math.isfinite(value)]
+    values = [value for curve in chart.curves.values() for value in curve if value is not None and abs(value) < _MOST]
     ticks = _ticks(min(0.0, *values) if values else 0.0, max(values, default=1.0))
     span = moments[-1] - moments[0] or 1.0
 
@@ -192,7 +194,8 @@ def _told(happening: Happening) -> tuple[str, str, str]:
 
 def _ticks(low: float, high: float) -> list[float]:
     """Return about five round numbers that enclose both."""
-    span = high - low or abs(high) or 1.0
+    span = high - low or abs(high)
+    span = span if span > 1 / _MOST else 1.0
     unit = 10.0 ** math.floor(math.log10(span / 4))
     step = next(unit * factor for factor in (1, 2, 2.5, 5, 10) if unit * factor * 5 >= span)
     first = math.floor(low / step)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from fleet.base.clock import SystemClock, wall_time
 from fleet.base.system_errors import reason
 from fleet.errors import ConfigurationError
 from fleet.telemetry.cause import LAUNCHER, forget
-from fleet.telemetry.figures import Figures
+from fleet.telemetry.figures import WORKER, Figures, are_figures
 from fleet.telemetry.view import SILENT_S, View, seen
 
 #: A file is thinned out when it is larger than this; half of that stays.
@@ -32,8 +31,14 @@ EVENT = "event"
 #: When a file was changed last whose writer could go on no more.
 _GIVEN_UP = 0
 _WORKER = re.compile(r"worker [0-9]+")
+#: What no server's line lacks.
+_OF_SERVERS = ("version", "parked", "uptime_seconds")
+#: What is a number in any line of a worker, unlike its loss, and what its script has reported.
+_OF_WORKERS = WORKER.keys() - {"loss"}
 #: A process's clock and its own time may differ by so much from line to line.
 _JITTER_S = 1.0
+#: The first second that no date is written for.
+_NEVER = 253402300800.0
 #: A last line that is longer than this is not looked for.
 _LONGEST_LINE = 16 << 20
 
@@ -275,11 +280,67 @@ def _parsed(line: bytes) -> Line | None:
         made = Line(float(told["at"]), str(told["process"]), str(told["kind"]), told["told"], told.get("last") is True)
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
-    return made if isinstance(made.told, Mapping) and math.isfinite(made.at) and _is_named(made) else None
+    return made if isinstance(made.told, Mapping) and 0 <= made.at < _NEVER and _is_ours(made) else None
 
 
-def _is_named(line: Line) -> bool:
-    """Say whether a line tells of a process as those who read it expect."""
+def _is_ours(line: Line) -> bool:
+    """Say whether a line tells of a process what those who read it expect."""
     if line.kind == EVENT:
-        return all(isinstance(line.told.get(key), str) for key in ("process", "what"))
-    return line.kind != "worker" or _WORKER.fullmatch(line.process) is not None
+        said = all(isinstance(line.told.get(key), str) for key in ("process", "what"))
+        return said and are_figures({"uptime_seconds": line.told.get("uptime_seconds", 0.0)})
+    if line.kind == "worker":
+        return _WORKER.fullmatch(line.process) is not None and are_figures(line.told, finite=_OF_WORKERS)
+    return line.kind != "server" or _is_status(line.told)
+
+
+def _is_status(told: Mapping[str, Any]) -> bool:
+    tables, workers, hot = told.get("tables", {}), told.get("workers", ()), told.get("hot", ())
+    return (
+        all(isinstance(told.get(key, ""), str) for key in ("mode", "errand", "pace"))
+        and isinstance(told.get("phase"), str)
+        and are_figures(told.get("figures"), _OF_SERVERS)
+        and isinstance(tables, Mapping)
+        and all(not isinstance(table, Mapping) or are_figures(table) for table in tables.values())
+        and isinstance(workers, list | tuple)
+        and all(map(_is_worker, workers))
+        and isinstance(hot, list | tuple)
+        and all(map(_is_hot, hot))
+    )
+
+
+def _is_worker(told: object) -> bool:
+    """Say whether this is what a server tells of a worker."""
+    if not isinstance(told, Mapping):
+        return False
+    heard, waits, waited, staleness = (told.get(key) for key in ("heard_seconds", "waits", "waited", "staleness"))
+    return (
+        all(isinstance(told.get(key), str) for key in ("standing", "label"))
+        and "heard_seconds" in told
+        and are_figures({"heard": 0.0 if heard is None else heard, "late": told.get("late", 0)})
+        and are_figures({"steps": told.get("steps")})
+        and are_figures(told.get("figures"), finite=_OF_WORKERS)
+        and isinstance(staleness, list)
+        and are_figures(dict(enumerate(staleness)), (0, 1))
+        and isinstance(waited, Mapping)
+        and all(map(str.isdecimal, waited))
+        and are_figures(waited)
+        and "waits" in told
+        and (waits is None or _is_wait(waits))
+    )
+
+
+def _is_wait(told: object) -> bool:
+    if not isinstance(told, Mapping) or not isinstance(told.get("for"), list):
+        return False
+    return (
+        isinstance(told.get("what"), str)
+        and are_figures({"seconds": told.get("seconds")})
+        and all(type(worker) is int for worker in told["for"])
+    )
+
+
+def _is_hot(told: object) -> bool:
+    if not isinstance(told, list) or len(told) != 3:
+        return False
+    table, number, share = told
+    return isinstance(table, str) and type(number) is int and are_figures({"share": share})
