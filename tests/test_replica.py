@@ -926,9 +926,23 @@ def test_the_first_signal_ends_a_replica_and_others_do_not_disturb_it() -> None:
             signal.signal(number, handler)
 
 
-def test_a_replica_needs_a_port_that_others_know(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["replica", "--checkpoints", str(tmp_path), "--endpoint", "127.0.0.1:0"]) != 0
-    assert "malformed endpoint; at --endpoint; expected host:port with a port from 1" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("option", "value", "match"),
+    [
+        ("--endpoint", "127.0.0.1:0", "malformed endpoint; at --endpoint; expected host:port with a port from 1"),
+        ("--at", "-1", "--at is out of range; expected at least 0; got -1"),
+        ("--poll_s", "0", "--poll_s is out of range; expected above 0"),
+        ("--poll_s", "nan", "--poll_s is out of range; expected above 0"),
+    ],
+)
+def test_a_mistake_in_the_options_of_a_replica_starts_nothing(
+    option: str, value: str, match: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """``--endpoint`` has to have a port, since nobody would know where to ask."""
+    assert main(["replica", "--checkpoints", str(tmp_path), "--endpoint", "127.0.0.1:1", option, value]) == 2
+    told = capsys.readouterr().err
+    assert match in told
+    assert "See fleet replica --help." in told
 
 
 def test_a_replica_stays_at_the_version_that_it_is_told(

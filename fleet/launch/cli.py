@@ -249,7 +249,9 @@ def _replicate(argv: list[str], prog: str) -> int:
     followed: str | list[str] = options.checkpoints
     if options.servers is not None:
         followed = [str(each) for each in parse_endpoints(options.servers, "server")]
-    endpoint = Endpoint.parse(options.endpoint)
+    endpoint = named_endpoint(options.endpoint, where="--endpoint")  # not port 0: nobody would know where to ask
+    checks.seconds("--poll_s", options.poll_s)
+    checks.whole_or_none("--at", options.at, 0)
     from fleet.launch.replica_command import replicate  # loads torch and grpc
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")

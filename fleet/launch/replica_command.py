@@ -6,12 +6,10 @@ import logging
 import signal
 from types import FrameType
 
-from fleet.base import checks
 from fleet.base.cluster import Endpoint
 from fleet.base.settings import PROCESS_ENVIRONMENT, ProcessSettings
 from fleet.base.unknown_variables import remark
 from fleet.ps.server.lean import be_lean
-from fleet.role_maker.arguments import endpoint as named_endpoint
 from fleet.serving.following import source_of
 from fleet.serving.replica import Replica
 
@@ -50,9 +48,6 @@ class _Signals:
 
 def replicate(followed: str | list[str], endpoint: Endpoint, poll_s: float, at: int | None) -> int:
     """Answer until SIGTERM or SIGINT, and return the exit code."""
-    checks.seconds("--poll_s", poll_s)
-    checks.whole_or_none("--at", at, 0)
-    named_endpoint(str(endpoint), where="--endpoint")  # which port 0 is not: nobody would know where to ask
     settings = ProcessSettings.read(PROCESS_ENVIRONMENT)
     remark(PROCESS_ENVIRONMENT)
     be_lean()
