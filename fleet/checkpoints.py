@@ -169,6 +169,9 @@ class Checkpoints:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._closed = False
+        #: the step of what was saved last, and its id
+        self._last: tuple[int, str] | None = None
+        self._knows_of_others = False
         self._give_notice()
 
     @staticmethod
@@ -279,11 +282,37 @@ class Checkpoints:
 
         rest()
         self._schedule.end(mode)
+        self._look_for_others(step, mode)
         if self._keep_last is not None:
             try:
                 remove_old(self._root, self._keep_last, step)
             except (CheckpointError, OSError) as error:
                 _log.warning("older checkpoints in %s stay: %s", self._root.url, error)
+
+    def _look_for_others(self, step: int, mode: str) -> None:
+        """Warn once if what was saved before the checkpoint of ``step`` is not there any more: only what is older than
+        that leaves by itself, so another job may save to the same root, and each removes what the other has saved."""
+        before, self._last = self._last, self._id_at(step)
+        if before is None or before[0] == step or self._knows_of_others or mode == "delta":  # a delta has looked itself
+            return
+        there = self._id_at(before[0])
+        if there != before:
+            self._knows_of_others = True
+            _log.warning(
+                "the checkpoint of step %d in %s is %s: if another job saves to this directory too, give each its own",
+                before[0],
+                self._root.url,
+                "gone, and not by this job" if there is None else "another one now, not this job's",
+            )
+
+    def _id_at(self, step: int) -> tuple[int, str] | None:
+        from fleet.checkpoint.manifest import Checkpoint
+        from fleet.checkpoint.series import name_of
+
+        try:
+            return step, Checkpoint.open_manifest(self._root.within(name_of(step)))[1].id
+        except CheckpointError:
+            return None
 
     def _write_behind(self, rest: Rest, step: int, mode: str, may_go_on: threading.Event) -> None:
         try:

@@ -458,6 +458,35 @@ def test_later_ones_of_an_earlier_run_are_let_be(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-00000004", "step-00000006"]
 
 
+@pytest.mark.parametrize(("change", "told"), [("another", "is another one now"), ("none", "is gone"), ("ours", "")])
+@pytest.mark.parametrize("background", [False, True])
+def test_another_job_that_saves_to_the_same_root_is_told_of(
+    background: bool, change: str, told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each would remove or replace what the other has saved. A job that saves one step again is alone."""
+
+    def body(job: Fleet, worker: int) -> None:
+        model, optimizer = join(job, "sync")
+        with Checkpoints(tmp_path, every_steps=1, keep_last=2, background=background, fleet=job) as checkpoints:
+            for step in range(4):
+                train(model, optimizer, [step])
+                checkpoints.after_step()
+                until(lambda: not checkpoints._is_writing())
+                ours = tmp_path / f"step-{step + 1:08d}"
+                if change == "ours":
+                    checkpoints.save()
+                elif step in (0, 1):
+                    shutil.rmtree(ours)
+                    if change == "another":
+                        job.save_persistables(ours)
+
+    with caplog.at_level(logging.WARNING, "fleet.checkpoint"):
+        Job(body).run()
+    warned = [record.getMessage() for record in caplog.records if "give each its own" in record.getMessage()]
+    assert len(warned) == bool(told), "once"
+    assert all(told in each and "the checkpoint of step 1 in" in each for each in warned)
+
+
 def test_the_latest_is_one_that_is_complete(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert Checkpoints.latest(tmp_path / "none") is None
     run_job(lambda job, worker: stepped(job, "sync", 3, tmp_path, every_steps=1, full_every=2) and None, 1, 1)
