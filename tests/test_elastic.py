@@ -211,7 +211,7 @@ def test_what_does_not_fit_is_refused_and_the_job_goes_on() -> None:
     other.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
     with pytest.raises(PlanMismatchError, match="only in the newcomer's model"):
         other.join()
-    with pytest.raises(PlanMismatchError, match="elastic True in the job, False in the newcomer's"):
+    with pytest.raises(PlanMismatchError, match="got settings: elastic True in the job, False in the newcomer's"):
         servers.part(1, 2, StrategyFactory.create_half_async_strategy()).join()
     for each in parts:
         each.train(1)

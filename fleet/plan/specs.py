@@ -379,7 +379,9 @@ def differences(ours: JobSpec, theirs: JobSpec) -> list[str]:
     if len(ours.groups) != len(theirs.groups):
         found.append(f"{len(ours.groups)} param groups in the job, {len(theirs.groups)} in the newcomer's")
     if ours.settings != theirs.settings:
-        found.append("settings: " + _field_differences(ours.settings, theirs.settings))
+        is_other = ours.settings.elastic != theirs.settings.elastic  # then one of both says nothing of its workers
+        settings = replace(theirs.settings, worker_num=ours.settings.worker_num) if is_other else theirs.settings
+        found.append("settings: " + _field_differences(ours.settings, settings))
     return found
 
 
