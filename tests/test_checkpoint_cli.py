@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -22,7 +23,7 @@ from test_processes import ended
 
 import fleet.nn
 from fleet import Fleet
-from fleet.checkpoint import inspection
+from fleet.checkpoint import inspection, plain_files
 from fleet.checkpoint.inspection import Rows, scratch
 from fleet.checkpoint.manifest import DENSE, Checkpoint
 from fleet.checkpoint.plain_files import _SafetensorsFile
@@ -489,6 +490,28 @@ def test_force_replaces_and_a_failure_leaves_what_was(
     assert [path.name for path in tmp_path.iterdir()] == ["there.safetensors"]
     assert run("export", saved / "delta", out, "--force")[0] == 0
     assert "open.ids" in safetensors.torch.load_file(out)
+
+
+@pytest.mark.parametrize("ends", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_all_files_of_a_folder_appear_or_none(
+    ends: BaseException, run: Run, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("pyarrow")
+    write, calls = plain_files._write_parquet, itertools.count()
+
+    def breaks_off(*given: Any) -> None:
+        write(*given)
+        if next(calls):
+            raise ends
+
+    with monkeypatch.context() as patched:
+        patched.setattr(plain_files, "_write_parquet", breaks_off)
+        assert run("export", saved / "delta", f"{tmp_path}/all/")[0] == (
+            130 if isinstance(ends, KeyboardInterrupt) else 2
+        )
+    assert not list((tmp_path / "all").iterdir())
+    assert run("export", saved / "delta", f"{tmp_path}/all/")[0] == 0
+    assert len(list((tmp_path / "all").iterdir())) == 3
 
 
 def test_without_pyarrow_parquet_is_refused_by_name(

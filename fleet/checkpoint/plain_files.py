@@ -10,7 +10,7 @@ import json
 import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -46,11 +46,16 @@ def export(checkpoint: Checkpoint, out: str, *, tables: list[str], state: bool, 
         raise ConfigurationError(
             "will not overwrite what is there", where=", ".join(map(str, present)), todo="Give --force to replace it."
         )
-    for path, write in jobs.items():
-        with writing("an export", str(path)):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with _beside(path) as draft:
-                write(draft)
+    with ExitStack() as opened:  # all files appear, or none: a folder with some of them would look like a whole export
+        drafts = {}
+        for path, write in jobs.items():
+            with writing("an export", str(path)):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                drafts[path] = opened.enter_context(_beside(path))
+                write(drafts[path])
+        for path, draft in drafts.items():
+            with writing("an export", str(path)):
+                os.replace(draft, path)
     return list(jobs)
 
 
@@ -114,13 +119,12 @@ def _planned(
 
 @contextmanager
 def _beside(path: Path) -> Iterator[Path]:
-    """Give a name for a draft, which becomes ``path`` when it has been written."""
+    """Give a name for a draft, which is to become ``path``, and remove what is left of it."""
     if path.is_dir():
         raise ConfigurationError("a file cannot replace a folder", where=str(path))
     draft = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     try:
         yield draft
-        os.replace(draft, path)
     finally:
         remove(draft)
 
