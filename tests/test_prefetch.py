@@ -222,6 +222,77 @@ def test_an_evaluation_in_between_reads_what_it_would() -> None:
     assert run_job(body, 1, 1) == [[4.0, 5.0, 4.0, 4.0]]
 
 
+class Epochs:
+    """Begins anew behind its end, as the iterators of some loaders do."""
+
+    def __init__(self) -> None:
+        self.read = 0
+
+    def __iter__(self) -> Epochs:
+        return self
+
+    def __next__(self) -> int:
+        self.read += 1
+        if self.read % 4 == 0:
+            raise StopIteration
+        return self.read
+
+
+def unreadable() -> Iterator[int]:
+    yield from (1, 2, 3)
+    raise OSError("the disk is gone")
+
+
+def ids_of(batch: int) -> Batch:
+    if batch == 9:
+        raise KeyError("no ids")
+    return torch.tensor([batch])
+
+
+STRATEGIES = {
+    "sync": StrategyFactory.create_sync_strategy,
+    "half-async": StrategyFactory.create_half_async_strategy,
+    "gba": StrategyFactory.create_gba_strategy,
+    "auto": StrategyFactory.create_auto_strategy,
+    "geo": lambda: StrategyFactory.create_geo_strategy(1),
+}
+
+
+@pytest.mark.parametrize(
+    ("data", "error"),
+    [
+        (Epochs, None),
+        (unreadable, OSError),
+        (lambda: [1, 2, 3, 9, 4], KeyError),
+        (lambda: [1, 2, 3, 50, 4], IdOutOfRangeError),
+    ],
+    ids=["an iterator that begins anew", "a batch that cannot be read", "no ids", "ids out of range"],
+)
+@pytest.mark.parametrize("options", [{}, {"depth": 3}, {"device": "cpu"}, {"device": "cpu", "depth": 4}], ids=str)
+@pytest.mark.parametrize("mode", STRATEGIES)
+@pytest.mark.pairs
+def test_what_cannot_be_had_is_an_error_in_its_turn_as_in_any_loop(
+    mode: str, options: dict[str, Any], data: Callable[[], Iterable[int]], error: type[Exception] | None
+) -> None:
+    """What was read before it is trained, and an end is an end."""
+
+    def body(fleet_: Fleet, worker: int) -> tuple[list[int], list[float]]:
+        table = fleet.nn.Embedding(40, 1, initializer="zeros")
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD(table.parameters(), lr=1.0), STRATEGIES[mode]())
+        fleet_.init_worker()
+        allowed = options if mode != "geo" else {name: each for name, each in options.items() if name != "device"}
+        trained = []
+        with contextlib.nullcontext() if error is None else pytest.raises(error):
+            for batch in fleet_.prefetch(data(), lambda batch: {table: ids_of(batch)}, **allowed):
+                optimizer.minimize(table(torch.tensor([batch])).sum())
+                trained.append(batch)
+                assert len(trained) < 9
+        assert not any(under_way(fleet_))
+        return trained, table(torch.arange(5)).flatten().tolist()
+
+    assert run_job(body, 1, 2) == [([1, 2, 3], [0.0, -1.0, -1.0, -1.0, 0.0])]
+
+
 # --- Wrong arguments --------------------------------------------------------------------------------------------------
 
 

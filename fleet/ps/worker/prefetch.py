@@ -8,8 +8,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from queue import SimpleQueue
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 from weakref import WeakSet
 
 from fleet.errors import ArgumentTypeError, ConfigurationError, UnsupportedError
@@ -145,15 +146,17 @@ def _fetched(
     worker: WorkerRuntime, batches: Iterable[Batch], lookup: LookedUp[Batch], depth: int, chosen: Depth | None
 ) -> Iterator[Batch]:
     """Yield batches whose rows are with this worker, asked for ``depth`` batches ahead or as is ``chosen``."""
-    coming = iter(batches)
+    coming = _Coming(worker, batches, lookup)
     waits, began_s = worker.figures.pull, worker.now()
     queue: deque[tuple[Batch, Mapping[int, Prefetched]]] = deque()
     try:
         while True:
             depth = depth if chosen is None else chosen.now
-            for batch, wanted in _foreseen(worker, coming, lookup, depth, queue):
-                queue.append((batch, worker.prefetch(wanted, len(queue))))
+            for batch, wanted in coming.until(depth, queue):
+                with coming.in_its_turn():
+                    queue.append((batch, worker.prefetch(wanted, len(queue))))
             if not queue:
+                coming.end()
                 return
             batch, ahead = queue.popleft()
             worker.offer(ahead)
@@ -180,7 +183,7 @@ def _brought(
 ) -> Iterator[Batch]:
     """Yield batches whose rows are on the device."""
     look_ahead = worker.look_ahead(copies_to(device), depth, staleness)
-    coming = iter(batches)
+    coming = _Coming(worker, batches, lookup)
     preparing: deque[tuple[Batch, Future[Prepared]]] = deque()
     queue: deque[tuple[Batch, Coming]] = deque()
     preparer = _Preparer(look_ahead)
@@ -189,13 +192,16 @@ def _brought(
             worker.turns.refuse_fork("prefetch()")  # which has no thread to prepare anything
             asked_before = len(queue)
             while len(queue) <= depth:
-                for batch, wanted in _foreseen(worker, coming, lookup, _PREPARED, preparing):
-                    preparing.append((batch, preparer.prepare(_on_the_cpu(wanted))))
+                for batch, wanted in coming.until(_PREPARED, preparing):
+                    with coming.in_its_turn():
+                        preparing.append((batch, preparer.prepare(_on_the_cpu(wanted))))
                 if not preparing:
                     break
                 batch, prepared = preparing.popleft()
-                queue.append((batch, worker.foresee(look_ahead, prepared.result(), len(queue))))
+                with coming.in_its_turn(preparing):
+                    queue.append((batch, worker.foresee(look_ahead, prepared.result(), len(queue))))
             if not queue:
+                coming.end()
                 return
             batch, first = queue.popleft()
             # What was asked for a batch ago is there, and is copied while this one is computed.
@@ -261,16 +267,45 @@ def _on_the_cpu(wanted: Sequence[Wanted]) -> Sequence[Wanted]:
     return [each if each.ids.is_cpu else each._replace(ids=each.ids.cpu()) for each in wanted]
 
 
-def _foreseen(
-    worker: WorkerRuntime, coming: Iterator[Batch], lookup: LookedUp[Batch], depth: int, queue: deque[Any]
-) -> Iterator[tuple[Batch, list[Wanted]]]:
-    """Yield batches, with what they will look up, until there are enough in the queue."""
-    while len(queue) <= depth:
+class _Coming(Generic[Batch]):
+    """Reads batches ahead of their turn as a loop without that would: once to their end, behind which some iterators
+    begin anew, and up to the first that cannot be had, whose error is for its turn."""
+
+    def __init__(self, worker: WorkerRuntime, batches: Iterable[Batch], lookup: LookedUp[Batch]) -> None:
+        self._worker = worker
+        self._batches = iter(batches)
+        self._lookup = lookup
+        self._is_over = False
+        self._error: Exception | None = None
+
+    def until(self, depth: int, queue: deque[Any]) -> Iterator[tuple[Batch, list[Wanted]]]:
+        """Yield batches, with what they will look up, until there are enough in the queue."""
+        while len(queue) <= depth and not self._is_over:
+            with self.in_its_turn():
+                try:
+                    batch = next(self._batches)
+                except StopIteration:
+                    self._is_over = True
+                    return
+                found = batch, _wanted(self._worker, self._lookup(batch))
+            if not self._is_over:
+                yield found
+
+    @contextmanager
+    def in_its_turn(self, later: deque[Any] | None = None) -> Iterator[None]:
+        """Keep what is wrong with a batch until those before it are done. Of those that were read ``later`` none is."""
         try:
-            batch = next(coming)
-        except StopIteration:
-            return
-        yield batch, _wanted(worker, lookup(batch))
+            yield
+        except Exception as error:
+            self._is_over, self._error = True, error
+            if later is not None:
+                later.clear()
+
+    def end(self) -> None:
+        """Raise what was wrong with the batch behind the last one."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
 
 def _wanted(worker: WorkerRuntime, asked: object) -> list[Wanted]:
