@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+import inspect
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import fleet.nn
 from fleet import Fleet
 from fleet.checkpoint.manifest import Checkpoint
 from fleet.errors import ConfigurationError, IdOutOfRangeError, NotInitializedError, UnsupportedError
+from fleet.nn.frozen import FrozenEmbedding, FrozenTable
 from fleet.nn.handle import handle_of
 from fleet.ps.worker import upload
 from fleet.ps.worker.connection import Connection
@@ -75,6 +77,10 @@ IDS = {
     "expanded": torch.tensor([[6], [2]]).expand(2, 5),
     "repeated": torch.tensor([[2, 2, 2], [2, 5, 2]]),
 }
+
+
+def jagged(numbers: torch.Tensor, ends: Sequence[int] = (3, 3, 5)) -> torch.Tensor:
+    return torch.nested.nested_tensor_from_jagged(numbers, torch.tensor([0, *ends, len(numbers)]))
 
 
 @pytest.mark.parametrize("ids", IDS.values(), ids=IDS)
@@ -204,6 +210,52 @@ def test_lookups_without_gradient_push_nothing(tmp_path: Path) -> None:
     alone(body)
 
 
+def test_ids_of_lists_of_different_lengths() -> None:
+    """In an embedding, a group, ahead of time, and in a frozen copy; the rows are laid out as the ids are."""
+    ids, wide = jagged(torch.tensor([1, 3, 3, 0, 9, 5, 3])), jagged(torch.arange(14).view(7, 2) % ROWS)
+
+    def body(fleet_: Fleet) -> None:
+        model = torch.nn.ModuleDict(
+            {"one": torch_embedding(sparse=True), "group": fleet.nn.EmbeddingGroup({"a": (9, 2)})}
+        )
+        sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer = fleet_.distributed_optimizer(sgd, model=model)
+        fleet_.init_worker()
+        reference = torch_embedding()
+        for given in fleet_.prefetch([ids, wide], lambda given: {model["one"]: given}):
+            rows, expected = model["one"](given), reference(given)
+            assert rows.shape == expected.shape
+            assert torch.equal((rows + rows).values(), 2 * expected.values())
+            optimizer.minimize(weighted(rows.values()))
+            weighted(expected.values()).backward()
+            with torch.no_grad():
+                reference.weight -= reference.weight.grad
+            reference.zero_grad()
+        assert_close([model["one"](ALL).detach()], [reference(ALL).detach()])
+        small = jagged(torch.tensor([1, 3, 3, 0, 8, 5, 3]))
+        assert model["group"]({"a": small})["a"].shape == (*small.shape, 2)
+        frozen = FrozenEmbedding(model["one"], FrozenTable(ALL, model["one"](ALL).detach(), ROWS, 0.0, False))
+        assert torch.equal(frozen(input=ids).values(), model["one"](ids).detach().values())
+        table = model["group"]["a"]
+        with pytest.raises(ConfigurationError, match="leaves some of its ids out"):
+            table(torch.nested.nested_tensor_from_jagged(ALL, torch.tensor([0, 5, 10]), lengths=torch.tensor([1, 2])))
+        with pytest.raises(TypeError, match="one by one"):
+            table(torch.ones(2, dtype=torch.int64, device="meta"))
+
+    alone(body)
+
+
+def test_forwards_take_their_arguments_by_torchs_names() -> None:
+    for kind in (torch.nn.Embedding, torch.nn.EmbeddingBag):
+        module = kind(ROWS, DIM, sparse=True)
+        expected = [*inspect.signature(module.forward).parameters]
+        fleet_ = Fleet(environ={})
+        fleet_.init()
+        fleet_.distributed_optimizer(torch.optim.SGD(module.parameters(), lr=1.0), model=module)
+        assert type(module) is not kind
+        assert [*inspect.signature(module.forward).parameters] == expected
+
+
 # ---------------------------------------------------------------------------------------------- EmbeddingBag
 
 FLAT = torch.tensor([1, 3, 3, 0, 9, 5, 3, 2])
@@ -221,7 +273,38 @@ BAGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "padding": ({"padding_idx": 3}, {"input": FLAT.view(4, 2)}),
     "padding counted from the end": ({"padding_idx": -7}, {"input": FLAT, "offsets": torch.tensor([0, 1, 3, 5])}),
     "padding that is not there": ({"padding_idx": 7}, {"input": FLAT.view(2, 4)}),
+    "jagged": ({}, {"input": jagged(FLAT)}),
+    "jagged, with padding": ({"padding_idx": 3}, {"input": jagged(FLAT)}),
 }
+
+#: What torch refuses, each with a class of its own.
+WRONG_BAGS: dict[str, tuple[Any, ...]] = {
+    "no offsets": (FLAT,),
+    "offsets beside two dimensions": (FLAT.view(4, 2), torch.tensor([0, 2])),
+    "offsets in two dimensions": (FLAT, torch.tensor([[0, 2]])),
+    "offsets without a dimension": (FLAT, torch.tensor(0)),
+    "offsets that do not begin at 0": (FLAT, torch.tensor([1, 2])),
+    "offsets that are no integers": (FLAT, torch.tensor([0.0, 2.0])),
+    "one id": (FLAT[0],),
+    "three dimensions": (FLAT.view(2, 2, 2),),
+    "weights of another shape": (FLAT.view(4, 2), None, SAMPLE_WEIGHTS),
+    "weights of another type": (FLAT.view(4, 2), None, SAMPLE_WEIGHTS.double().view(4, 2)),
+    "flat weights for jagged ids": (jagged(FLAT), None, SAMPLE_WEIGHTS),
+}
+
+
+@pytest.mark.parametrize("call", WRONG_BAGS.values(), ids=WRONG_BAGS)
+def test_bags_refuse_what_torchs_refuse(call: tuple[Any, ...]) -> None:
+    with pytest.raises(Exception) as theirs:
+        torch.nn.EmbeddingBag(ROWS, DIM, mode="sum")(*call)
+
+    def body(fleet_: Fleet) -> None:
+        bag = fleet.nn.EmbeddingBag(ROWS, DIM, mode="sum")
+        begin(fleet_, bag)
+        with pytest.raises(type(theirs.value)):
+            bag(*call)
+
+    alone(body)
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])

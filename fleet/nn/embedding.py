@@ -16,6 +16,7 @@ from fleet.base import checks
 from fleet.errors import ArgumentTypeError, ConfigurationError, UnsupportedError
 from fleet.nn.expand import Bags, embedded, found_for, pool
 from fleet.nn.handle import Found, TableHandle, Wanted, handle_in, handle_of, padding_index
+from fleet.nn.jagged import flat, is_jagged, like
 from fleet.nn.table_weight import TableWeight, of_wrapped
 from fleet.plan.life import Admission, Eviction, goes_by_weight, rules_of
 from fleet.plan.specs import Initializer
@@ -53,7 +54,7 @@ def _remote_weight(
 def asking(module: Any, ids: torch.Tensor, weights: torch.Tensor | None = None) -> Wanted | None:
     """Return what the forward of a remote embedding asks for; None if its weight is a plain one, for which torch's
     forward is meant."""
-    weight = module.weight
+    weight, ids, weights = module.weight, flat(ids), flat(weights)
     if weights is not None:
         _check_weights(module, ids, weights)
     if not isinstance(weight, TableWeight):
@@ -214,7 +215,7 @@ class Embedding(_Remote):
         if asked is None:
             with _with_values(self):
                 return F.embedding(ids, self.weight, self.padding_idx)
-        return embedded([asked])[0]
+        return like(ids, embedded([asked])[0])
 
     def extra_repr(self) -> str:
         return _sizes(self)
@@ -278,34 +279,49 @@ class EmbeddingBag(_Remote):
                     padding_idx=self.padding_idx,
                     **options,  # type: ignore[arg-type]
                 )
-        return _bag(self, found_for(asked), offsets, per_sample_weights)
+        return _bag(self, ids, found_for(asked), offsets, per_sample_weights)
 
     def extra_repr(self) -> str:
         return f"{_sizes(self)}, mode={self.mode!r}"
 
 
 def _bag(
-    module: Any, found: Found, offsets: torch.Tensor | None, per_sample_weights: torch.Tensor | None
+    module: Any,
+    ids: torch.Tensor,
+    found: Found,
+    offsets: torch.Tensor | None,
+    per_sample_weights: torch.Tensor | None,
 ) -> torch.Tensor:
-    padding = found.padding
+    padding, has_last_offset = found.padding, module.include_last_offset
+    if is_jagged(ids):
+        if per_sample_weights is not None and not is_jagged(per_sample_weights):
+            raise ConfigurationError(
+                "per_sample_weights do not fit jagged ids",
+                where=f"{type(module).__name__}({module.extra_repr()})",
+                expected="a jagged tensor with the same offsets",
+                got=f"shape {tuple(per_sample_weights.shape)}",
+            )
+        offsets, has_last_offset = cast(Any, ids).offsets(), True
+        per_sample_weights = flat(per_sample_weights)
     if not len(found.rows):
         found = found._replace(rows=F.pad(found.rows, (0, 0, 0, 1)))  # torch wants a row even where no bag has one
     elif padding is None and module.padding_idx is not None and per_sample_weights is not None:
         # Weighted sums are rounded otherwise by torch where there is a padding index, be it in a bag or not.
         padding = len(found.rows)
         found = found._replace(rows=F.pad(found.rows, (0, 0, 0, 1)))
-    return pool(found, Bags(offsets, module.mode, per_sample_weights, module.include_last_offset, padding))
+    return pool(found, Bags(offsets, module.mode, per_sample_weights, has_last_offset, padding))
 
 
 class _RemoteEmbedding(_Remote, torch.nn.Embedding):
-    """Is a ``torch.nn.Embedding`` that went remote. Until its job is there it works on its own values."""
+    """Is a ``torch.nn.Embedding`` that went remote. Until its job is there it works on its own values.
+    Scripts may name what they give ``forward`` as torch does."""
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        asked = _asked(self, ids)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        asked = _asked(self, input)
         if asked is None:
             with _with_values(self):
-                return super().forward(ids)
-        return embedded([asked])[0]
+                return super().forward(input)
+        return like(input, embedded([asked])[0])
 
 
 class _RemoteEmbeddingBag(_Remote, torch.nn.EmbeddingBag):
@@ -313,15 +329,15 @@ class _RemoteEmbeddingBag(_Remote, torch.nn.EmbeddingBag):
 
     def forward(
         self,
-        ids: torch.Tensor,
+        input: torch.Tensor,
         offsets: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        asked = _asked(self, ids)
+        asked = _asked(self, input)
         if asked is None:
             with _with_values(self):
-                return super().forward(ids, offsets, per_sample_weights)
-        return _bag(self, found_for(asked), offsets, per_sample_weights)
+                return super().forward(input, offsets, per_sample_weights)
+        return _bag(self, input, found_for(asked), offsets, per_sample_weights)
 
 
 _REMOTE: dict[type[torch.nn.Module], type[torch.nn.Module]] = {

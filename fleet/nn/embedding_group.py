@@ -11,6 +11,7 @@ from fleet.errors import ArgumentTypeError, ConfigurationError
 from fleet.nn.embedding import Embedding, asking
 from fleet.nn.expand import embedded
 from fleet.nn.handle import Wanted
+from fleet.nn.jagged import like
 
 
 class EmbeddingGroup(torch.nn.ModuleDict):
@@ -78,7 +79,9 @@ class EmbeddingGroup(torch.nn.ModuleDict):
     ) -> dict[str, torch.Tensor]:
         asked = self.asking(ids, weights)
         found = dict(zip(asked, embedded(list(asked.values())), strict=True))
-        return {name: found[name] if name in found else self[name](values) for name, values in ids.items()}
+        return {
+            name: like(values, found[name]) if name in found else self[name](values) for name, values in ids.items()
+        }
 
     def asking(
         self, ids: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor] | None = None

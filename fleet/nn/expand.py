@@ -435,8 +435,9 @@ class _Pool(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, rows: torch.Tensor, found: Found, bags: Bags) -> torch.Tensor:
         ctx.found, ctx.like = found, (weight.shape, weight.device)
+        pooled = bags.pooled(rows, found.inverse)  # first: torch says what is wrong with arguments
         ctx.save_for_backward(*bags.members(rows, found.inverse))
-        return bags.pooled(rows, found.inverse)
+        return pooled
 
     @staticmethod
     @uncompiled

@@ -11,14 +11,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 
-from fleet.errors import UnsupportedError
+from fleet.errors import ArgumentTypeError, UnsupportedError
 from fleet.nn.embedding import BAGS, EMBEDDINGS
 from fleet.nn.embedding_group import EmbeddingGroup
+from fleet.nn.jagged import flat, is_jagged, like
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,13 +72,29 @@ class _Frozen(torch.nn.Module):
         return f"{size}, {self.embedding_dim}, rows={self._unknown}"
 
 
+def _given(ids: torch.Tensor | None, as_torch_names_them: torch.Tensor | None) -> torch.Tensor:
+    """Return the ids that a forward was given: by ``fleet.nn``'s name for them or, where it stands for one of torch's
+    embeddings, by torch's."""
+    given = as_torch_names_them if ids is None else ids
+    if given is None:
+        raise ArgumentTypeError("an embedding was called without ids")
+    return given
+
+
 class FrozenEmbedding(_Frozen):
     def __init__(self, source: Any, table: FrozenTable) -> None:
         super().__init__(source, table)
         self._pads = table.zero_padding
 
-    def forward(self, ids: torch.Tensor, *, weights: torch.Tensor | None = None) -> torch.Tensor:  # noqa: ARG002
-        return F.embedding(self._places(ids, self._pads), self.weight)
+    def forward(
+        self,
+        ids: torch.Tensor | None = None,
+        *,
+        input: torch.Tensor | None = None,
+        weights: torch.Tensor | None = None,  # noqa: ARG002
+    ) -> torch.Tensor:
+        ids = _given(ids, input)
+        return like(ids, F.embedding(self._places(flat(ids), self._pads), self.weight))
 
 
 class FrozenEmbeddingBag(_Frozen):
@@ -88,19 +105,23 @@ class FrozenEmbeddingBag(_Frozen):
 
     def forward(
         self,
-        ids: torch.Tensor,
+        ids: torch.Tensor | None = None,
         offsets: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
         *,
+        input: torch.Tensor | None = None,
         weights: torch.Tensor | None = None,  # noqa: ARG002
     ) -> torch.Tensor:
+        ids, has_last_offset = _given(ids, input), self.include_last_offset
+        if is_jagged(ids):
+            offsets, has_last_offset = cast(Any, ids).offsets(), True
         return F.embedding_bag(
-            self._places(ids, pads=True),
+            self._places(flat(ids), pads=True),
             self.weight,
             offsets,
             mode=self.mode,
-            per_sample_weights=per_sample_weights,
-            include_last_offset=self.include_last_offset,
+            per_sample_weights=flat(per_sample_weights),
+            include_last_offset=has_last_offset,
             padding_idx=None if self.padding_idx is None else self._padding,
         )
 

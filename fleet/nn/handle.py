@@ -309,6 +309,14 @@ class TableHandle:
         if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int64, torch.int32):
             got = getattr(ids, "dtype", type(ids).__name__)
             raise ArgumentTypeError(f"{self.name} needs a tensor of int64 or int32 ids", got=got)
+        if ids.layout is not torch.strided or ids.is_nested or ids.is_meta:
+            kind = "nested, of the layout torch.strided" if ids.is_nested else f"{ids.layout} on {ids.device}"
+            raise ArgumentTypeError(
+                f"{self.name} needs a tensor whose ids lie in memory one by one",
+                got=kind,
+                todo="Give it ids.to_dense() for a sparse tensor, and one of the layout torch.jagged for parts of "
+                "different lengths.",
+            )
 
     def found(self, lookup: Lookup, wanted: Wanted) -> Found:
         """Return a lookup as the asking module needs it."""

@@ -278,6 +278,37 @@ def _(s: Script) -> None:
     s.model.table(torch.tensor([0.5]))
 
 
+def trained(s: Script, rows: torch.Tensor) -> torch.Tensor:
+    """The rows that a step has trained."""
+    s.optimizer.zero_grad()
+    rows.square().sum().backward()
+    s.optimizer.step()
+    return rows
+
+
+@as_in_torch("ids by the name that torch has for them: `table(input=ids)`", everywhere=True)
+def _(s: Script) -> Any:
+    return trained(s, s.model.table(input=s.ids(7)))
+
+
+@as_in_torch("ids in a jagged tensor: `torch.nested.nested_tensor(…, layout=torch.jagged)`", everywhere=True)
+def _(s: Script) -> Any:
+    ids = torch.nested.nested_tensor_from_jagged(torch.tensor([1, 2, 3, 3, 7]), torch.tensor([0, 3, 5]))
+    rows = s.model.table(ids)
+    assert rows.shape[:2] == ids.shape
+    return trained(s, (rows + rows).values())
+
+
+@refused("ids in a sparse tensor", "in memory one by one", raises=IndexError)
+def _(s: Script) -> None:
+    s.model.table(torch.arange(4).to_sparse())
+
+
+@refused("ids in a nested tensor that is not jagged", "in memory one by one", raises=NotImplementedError)
+def _(s: Script) -> None:
+    trained(s, s.model.table(torch.nested.nested_tensor([torch.tensor([1, 2])])).to_padded_tensor(0.0))
+
+
 # ---------------------------------------------------------------- one weight in two places
 
 

@@ -269,7 +269,7 @@ def _identity(wanted: Wanted) -> Identity:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Say whether a tensor lies in memory as its shape and strides say: others cannot be compared."""
-    return type(tensor) is torch.Tensor and tensor.layout is torch.strided
+    return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _tensors(inputs: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
