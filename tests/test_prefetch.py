@@ -222,6 +222,53 @@ def test_an_evaluation_in_between_reads_what_it_would() -> None:
     assert run_job(body, 1, 1) == [[4.0, 5.0, 4.0, 4.0]]
 
 
+def several_steps_a_batch(strategy: Strategy, data: Batches, workers: int) -> list[tuple[Any, list[torch.Tensor]]]:
+    """Which gradients came too late, and what every worker has at the end."""
+
+    def body(fleet_: Fleet, worker: int) -> tuple[Any, list[torch.Tensor]]:
+        net = Net()
+        optimizer = fleet_.distributed_optimizer(torch.optim.Adam(net.parameters(), lr=0.1), strategy, model=net)
+        fleet_.init_worker()
+        for ids in data(fleet_, net, batches(worker)):
+            for _ in range(6):
+                optimizer.minimize(net(ids))
+        late = fleet_.summary()["late_gradients"]
+        fleet_.barrier_worker()
+        return late, [
+            *values(net.dense),
+            net.first(torch.arange(9)).detach(),
+            net.group["user"](torch.arange(9)).detach(),
+        ]
+
+    return run_job(body, workers, 2)
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_steps_after_the_first_on_a_batch_have_the_rows_of_the_step_before(device: str | None) -> None:
+    """In a job that is synchronous as yet: rows came for the first step."""
+
+    def fetched(fleet_: Fleet, net: Net, data: list[Batch]) -> Iterable[Batch]:
+        return fleet_.prefetch(data, lambda ids: {net.first: ids[:, 0], net.bag: ids}, device=device)
+
+    found = [
+        several_steps_a_batch(StrategyFactory.create_auto_strategy(changes=[]), data, 2) for data in (fetched, plainly)
+    ]
+    for (_, got), (_, expected) in zip(*found, strict=True):
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 4])
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_no_rows_are_so_old_that_gba_drops_what_was_computed_on_them(device: str | None, staleness: int) -> None:
+    """However many steps a script takes with one batch."""
+
+    def fetched(fleet_: Fleet, net: Net, data: list[Batch]) -> Iterable[Batch]:
+        return fleet_.prefetch(data, lambda ids: {net.first: ids[:, 0], net.bag: ids}, device=device)
+
+    ((late, _),) = several_steps_a_batch(StrategyFactory.create_gba_strategy(staleness=staleness), fetched, 1)
+    assert not any(each for server in late for each in server.values()), late
+
+
 class Epochs:
     """Begins anew behind its end, as the iterators of some loaders do."""
 

@@ -61,6 +61,13 @@ class Policy:
         return 0
 
     @property
+    def most_steps_ahead(self) -> int:
+        """Return how many of its own steps those rows may lack that a worker has fetched ahead."""
+        if not self.lets_rows_come_ahead:
+            return 0
+        return self.staleness if self.fills_buffers else 1 << 62
+
+    @property
     def waits_for_others(self) -> bool:
         """Say whether a worker may wait for a step of another one."""
         return self.version_needed(1 << 62) > 0

@@ -321,7 +321,7 @@ class LookAhead:
         """Return the rows of a batch whose turn it is, on their way to the device; none of them if they are not as new
         as they have to be."""
         self._batches += 1
-        is_usable = self._reader.is_new_enough(coming.version, coming.replaced, completed)
+        is_usable = self._reader.is_new_enough(coming, completed)
         if is_usable:
             self.bring(coming)
         if not is_usable or not coming.rows:

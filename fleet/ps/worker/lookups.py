@@ -188,6 +188,14 @@ class Asked:
     pending: PendingRows
 
 
+class FetchedAhead(Protocol):
+    """Says what rows that were fetched ahead are."""
+
+    version: int
+    completed: int  #: how many steps the worker had completed when they were asked for
+    replaced: int  #: how often the servers' values had been replaced by then, as far as this worker knew
+
+
 class Known(NamedTuple):
     """Holds the ids of look-ups of one table, the distinct ones, and for every id its place among these."""
 
@@ -242,10 +250,17 @@ class Prefetched:
 class RowReader:
     """Reads rows for forwards: asks the servers, or takes what was fetched ahead."""
 
-    def __init__(self, connections: Sequence[ServerLink], version_after: Callable[[int], int]) -> None:
-        """``version_after`` returns the version that this worker needs when it has completed so many more steps."""
+    def __init__(
+        self,
+        connections: Sequence[ServerLink],
+        version_after: Callable[[int], int],
+        most_steps_ahead: int = 1 << 62,
+    ) -> None:
+        """``version_after`` returns the version that this worker needs when it has completed so many more steps;
+        ``most_steps_ahead`` is how many of its own steps rows may lack."""
         self._connections = connections
         self.version_after = version_after
+        self._most_steps_ahead = most_steps_ahead
         self.read_at: Readings = {}
         self._read_before: Readings = {}
         self._offered: Mapping[int, Prefetched] = {}
@@ -408,12 +423,14 @@ class RowReader:
         return ahead.some(ids, self.read_at)
 
     def _is_current(self, ahead: Prefetched, completed: int) -> bool:
-        return not ahead.fetch.failed and self.is_new_enough(ahead.version, ahead.replaced, completed)
+        return not ahead.fetch.failed and self.is_new_enough(ahead, completed)
 
-    def is_new_enough(self, version: int, replaced: int, completed: int) -> bool:
-        """Say whether rows that were fetched ahead are as new as they have to be, and no newer: of this version, and
-        when values had been replaced so often."""
-        return replaced == self.replaced and self.version_after(0) <= version <= completed
+    def is_new_enough(self, ahead: FetchedAhead, completed: int) -> bool:
+        """Say whether rows that were fetched ahead are as new as they have to be, and no newer, after this worker's
+        ``completed`` steps: a script may take any number of them before it looks rows up, and with one batch."""
+        lacks = completed - ahead.completed
+        is_of_version = self.version_after(0) <= ahead.version <= completed
+        return ahead.replaced == self.replaced and is_of_version and lacks <= self._most_steps_ahead
 
     # ---------------------------------------------------------------- ahead of it
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -98,14 +97,14 @@ def prefetch(
     chooses = depth is None and device is None and worker.policy.lets_rows_age
     if depth is None:
         depth = 1 if device is None else min(_FOR_A_DEVICE, staleness or _FOR_A_DEVICE)
-    elif depth > _furthest(worker) and worker.policy.lets_rows_come_ahead:
+    elif depth > worker.policy.most_steps_ahead and worker.policy.lets_rows_come_ahead:
         raise ConfigurationError(
             "rows that are asked for so far ahead are too old when their batch comes: its gradients would be dropped",
             expected=f"depth= of at most staleness={worker.policy.staleness}",
             got=f"depth={depth} in the mode {worker.mode!r}",
             todo="Leave depth= out, or give the strategy a larger staleness=.",
         )
-    depth = min(depth, _furthest(worker))
+    depth = min(depth, worker.policy.most_steps_ahead)
     if device is None:
         return _fetched(worker, batches, lookup, depth, Depth() if chooses else None)
     if worker.replica is not None:
@@ -116,14 +115,6 @@ def prefetch(
     if staleness is not None:
         _check_staleness(worker, depth, staleness)
     return _brought(worker, batches, lookup, depth, device, staleness)
-
-
-def _furthest(worker: WorkerRuntime) -> int:
-    """Return how many batches ahead rows may be asked for at most."""
-    policy = worker.policy
-    if not policy.lets_rows_come_ahead:
-        return 0
-    return policy.staleness if policy.fills_buffers else sys.maxsize
 
 
 def _check_staleness(worker: WorkerRuntime, depth: int, staleness: int) -> None:

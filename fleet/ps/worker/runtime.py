@@ -122,7 +122,7 @@ class WorkerRuntime:
         )
         self.trained = trained = TrainedModel(describe(), assignment.server_num)
         self._values = values = DenseValues(connections, progress, trained, remembers=not policy.trains_on_workers)
-        self.rows = rows = RowReader(connections.by_server, progress.version_needed)
+        self.rows = rows = RowReader(connections.by_server, progress.version_needed, policy.most_steps_ahead)
         rows.adopt(trained.plan.spec.tables, trained.description.handles)
         self.own_states = own = OwnStates(connections, progress, settings.security.max_message_bytes)
         check_finite = strategy.check_finite or settings.check_finite
