@@ -64,8 +64,8 @@ def _part(text: str) -> tuple[int, int]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of a matrix that is marked so, the default run has as many cases as its longest side, with each value of every
     side among them, or so many of these as the mark says. Slow ones are as many others as it takes that each value is
-    together with each value of every other side; what the rest would show differs little from that. Of all slow cases
-    a run may be one part of several."""
+    together with each value of every other side; what the rest would show differs little from that. Of all slow
+    and chaos cases a run may have one part of several."""
     matrices: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("pairs"):

@@ -731,6 +731,7 @@ def halving(params: Any, lr: float) -> torch.optim.Optimizer:
     return plain
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("make", [Counting, halving])
 @pytest.mark.parametrize("apart", ["other options", "the first worker starts again", "the second worker starts again"])
 def test_what_steps_change_of_options_stays_changed(net: Net, make: Any, apart: str) -> None:
@@ -795,6 +796,7 @@ def freeze(optimizer: Any, model: Net, step: int, worker: int, how: str) -> None
 
 
 @pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("how", "options"),
     [
@@ -1350,6 +1352,7 @@ def test_a_synchronous_job_ends_where_it_would_with_a_worker_that_starts_again(
     assert ("worker 1 goes on after step 4: the others have taken 1 without this process" in caplog.text) is amid
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("mode", ["sync", "half_async"])
 @pytest.mark.parametrize("amid", ["before it clips", "between two backwards"])
 def test_one_that_starts_again_does_not_come_amid_a_step(net: Net, mode: str, amid: str) -> None:

@@ -773,7 +773,7 @@ def undisturbed_freely(optimizers: str, mode: str) -> list[dict[str, torch.Tenso
 @pytest.mark.parametrize("optimizers", OPTIMIZERS)
 @pytest.mark.parametrize("mode", ALL_MODES)
 @pytest.mark.parametrize("move", MOVES)
-@pytest.mark.pairs(5)  # lost messages move the others
+@pytest.mark.pairs(3)  # lost messages move the others
 def test_every_update_counts_once_where_workers_share_no_steps(optimizers: str, mode: str, move: str) -> None:
     first, then = MOVES[move]
     # A server hears of each push later than the others: when it is to stand still they have pushes that it has not.
@@ -788,7 +788,7 @@ def test_every_update_counts_once_where_workers_share_no_steps(optimizers: str, 
 @pytest.mark.parametrize("kind", ["halt", "fill", "switch", "hello", "push", "pull"])
 @pytest.mark.parametrize("action", [Action.DROP_REQUEST, Action.DROP_REPLY, Action.DUPLICATE])
 @pytest.mark.parametrize("mode", ALL_MODES)
-@pytest.mark.pairs(6)
+@pytest.mark.pairs(4)
 def test_no_message_has_to_arrive_the_first_time_where_workers_share_no_steps(
     mode: str, action: Action, kind: str
 ) -> None:
@@ -1207,7 +1207,7 @@ def undisturbed_with(what: str, servers: int) -> Any:
 @pytest.mark.parametrize("asks", [False, True], ids=["in a call", "from outside"])
 @pytest.mark.parametrize("move", MOVES)
 @pytest.mark.parametrize("what", ALONG)
-@pytest.mark.pairs(6)
+@pytest.mark.pairs(4)
 def test_what_a_job_takes_along(what: str, move: str, asks: bool) -> None:
     first, then = MOVES[move]
     job = Resized(taking_along(what, names(then), asks), first, then, environ=BEATING)
@@ -2033,6 +2033,7 @@ def test_servers_that_somebody_outside_wants(
 
 
 @pytest.mark.parametrize("meanwhile", ["nothing", "values are loaded", "another move", "the job ends"])
+@pytest.mark.pairs(2)
 def test_rows_are_copied_while_they_change(meanwhile: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step follows each piece that is copied, of few rows each: of all, then of those that have changed."""
     monkeypatch.setattr("fleet.ps.table.shard.PIECE_BYTES", 400)

@@ -282,7 +282,10 @@ def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -
         assert torch.equal(value, right[key]), key
 
 
-@pytest.mark.parametrize(("servers", "example"), [(1, 0), pytest.param(1, 1, marks=pytest.mark.slow), (3, 3)])
+@pytest.mark.parametrize(
+    ("servers", "example"),
+    [pytest.param(1, 0, marks=pytest.mark.slow), pytest.param(1, 1, marks=pytest.mark.slow), (3, 3)],
+)
 def test_a_program_gives_what_evaluation_in_the_job_gives(tmp_path: Path, servers: int, example: int) -> None:
     """To the bit, for batches of any size; and so does a frozen copy of a fresh model."""
 
