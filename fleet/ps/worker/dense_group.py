@@ -293,9 +293,7 @@ class DenseGroup:
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Surround something that all workers do together at the same place, beside averages of gradients. It has a
-        place of its own also where it is part of a round, or those still in the round would seem to be elsewhere."""
-        self.advance()
+        """Surround something that all workers do together at the same place, beside averages of gradients."""
         self._does = what
         try:
             yield

@@ -354,6 +354,7 @@ class DenseTraining:
     def _agree_on_options(self, leader: int) -> None:
         """Hear which options a step is to be taken with: those of the rank ``leader``."""
         own = self._options.read()
+        self.group.advance()  # beyond the average, which others may still be heard to wait for
         try:
             with self.group.together("the options of a step"):
                 self._leading = told_by(self.group, leader, own)
