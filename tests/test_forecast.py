@@ -235,7 +235,11 @@ def lines_of(servers: int = 1, workers: int = 1, seconds: int = 12, rate: float 
         for index in range(servers):
             status = {
                 "mode": "sync",
+                "phase": "training",
                 "figures": {
+                    "version": steps,
+                    "parked": 0,
+                    "uptime_seconds": second,
                     "cpu_seconds": 9 + workers * steps * 3e-3 / servers,
                     "busy_seconds": workers * steps * 2e-3 / servers,
                     "memory_bytes": 2e8,
