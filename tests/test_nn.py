@@ -17,7 +17,7 @@ import fleet.nn
 from fleet import Fleet
 from fleet.checkpoint.manifest import Checkpoint
 from fleet.errors import ConfigurationError, IdOutOfRangeError, NotInitializedError, UnsupportedError
-from fleet.nn.frozen import FrozenEmbedding, FrozenTable
+from fleet.nn.frozen import FrozenEmbedding, FrozenEmbeddingBag, FrozenTable
 from fleet.nn.handle import handle_of
 from fleet.ps.worker import upload
 from fleet.ps.worker.connection import Connection
@@ -290,6 +290,8 @@ WRONG_BAGS: dict[str, tuple[Any, ...]] = {
     "weights of another shape": (FLAT.view(4, 2), None, SAMPLE_WEIGHTS),
     "weights of another type": (FLAT.view(4, 2), None, SAMPLE_WEIGHTS.double().view(4, 2)),
     "flat weights for jagged ids": (jagged(FLAT), None, SAMPLE_WEIGHTS),
+    "weights in parts of other lengths": (jagged(FLAT), None, jagged(SAMPLE_WEIGHTS, (1, 3, 5))),
+    "jagged weights for flat ids": (FLAT, torch.tensor([0, 3]), jagged(SAMPLE_WEIGHTS)),
 }
 
 
@@ -301,8 +303,29 @@ def test_bags_refuse_what_torchs_refuse(call: tuple[Any, ...]) -> None:
     def body(fleet_: Fleet) -> None:
         bag = fleet.nn.EmbeddingBag(ROWS, DIM, mode="sum")
         begin(fleet_, bag)
-        with pytest.raises(type(theirs.value)):
-            bag(*call)
+        frozen = FrozenEmbeddingBag(bag, FrozenTable(ALL, torch.ones(ROWS, DIM), ROWS, 0.0, False))
+        for each in (bag, frozen):
+            with pytest.raises(type(theirs.value)):
+                each(*call)
+
+    alone(body)
+
+
+def test_weights_of_lookups_are_in_parts_as_the_ids_are() -> None:
+    ids = jagged(FLAT)
+
+    def body(fleet_: Fleet) -> None:
+        table = fleet.nn.Embedding(None, DIM, admit=fleet.nn.CountFilter(2, of="weight"))
+        begin(fleet_, table)
+        offsets = ids.offsets()
+        assert (
+            table(ids, weights=torch.nested.nested_tensor_from_jagged(SAMPLE_WEIGHTS.abs(), offsets)).shape[:2]
+            == ids.shape
+        )
+        assert table(ids, weights=jagged(SAMPLE_WEIGHTS.abs())).shape[:2] == ids.shape
+        for wrong in (SAMPLE_WEIGHTS.abs(), jagged(SAMPLE_WEIGHTS.abs(), (1, 3, 5))):
+            with pytest.raises(ConfigurationError, match="does not fit the ids"):
+                table(ids, weights=wrong)
 
     alone(body)
 

@@ -16,7 +16,7 @@ from fleet.base import checks
 from fleet.errors import ArgumentTypeError, ConfigurationError, UnsupportedError
 from fleet.nn.expand import Bags, embedded, found_for, pool
 from fleet.nn.handle import Found, TableHandle, Wanted, handle_in, handle_of, padding_index
-from fleet.nn.jagged import flat, is_jagged, like
+from fleet.nn.jagged import are_alike, flat, flat_weights, is_jagged, like
 from fleet.nn.table_weight import TableWeight, of_wrapped
 from fleet.plan.life import Admission, Eviction, goes_by_weight, rules_of
 from fleet.plan.specs import Initializer
@@ -54,9 +54,9 @@ def _remote_weight(
 def asking(module: Any, ids: torch.Tensor, weights: torch.Tensor | None = None) -> Wanted | None:
     """Return what the forward of a remote embedding asks for; None if its weight is a plain one, for which torch's
     forward is meant."""
-    weight, ids, weights = module.weight, flat(ids), flat(weights)
     if weights is not None:
         _check_weights(module, ids, weights)
+    weight, ids, weights = module.weight, flat(ids), flat(weights)
     if not isinstance(weight, TableWeight):
         return None
     handle = handle_in(weight)
@@ -76,7 +76,7 @@ def _check_weights(module: Any, ids: torch.Tensor, weights: object) -> None:
     if not isinstance(weights, torch.Tensor) or weights.dtype is torch.bool or weights.is_complex():
         got = getattr(weights, "dtype", type(weights).__name__)
         raise ArgumentTypeError("weights= needs a tensor of numbers, one for each id", got=got)
-    if weights.shape != ids.shape:
+    if not are_alike(ids, weights) or flat(weights).shape != flat(ids).shape:
         raise ConfigurationError(
             "weights= does not fit the ids", expected=f"shape {tuple(ids.shape)}", got=f"shape {tuple(weights.shape)}"
         )
@@ -294,15 +294,8 @@ def _bag(
 ) -> torch.Tensor:
     padding, has_last_offset = found.padding, module.include_last_offset
     if is_jagged(ids):
-        if per_sample_weights is not None and not is_jagged(per_sample_weights):
-            raise ConfigurationError(
-                "per_sample_weights do not fit jagged ids",
-                where=f"{type(module).__name__}({module.extra_repr()})",
-                expected="a jagged tensor with the same offsets",
-                got=f"shape {tuple(per_sample_weights.shape)}",
-            )
         offsets, has_last_offset = cast(Any, ids).offsets(), True
-        per_sample_weights = flat(per_sample_weights)
+        per_sample_weights = flat_weights(ids, per_sample_weights, module)
     if not len(found.rows):
         found = found._replace(rows=F.pad(found.rows, (0, 0, 0, 1)))  # torch wants a row even where no bag has one
     elif padding is None and module.padding_idx is not None and per_sample_weights is not None:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from fleet.errors import ArgumentTypeError, UnsupportedError
 from fleet.nn.embedding import BAGS, EMBEDDINGS
 from fleet.nn.embedding_group import EmbeddingGroup
-from fleet.nn.jagged import flat, is_jagged, like
+from fleet.nn.jagged import flat, flat_weights, is_jagged, like
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +120,7 @@ class FrozenEmbeddingBag(_Frozen):
             self.weight,
             offsets,
             mode=self.mode,
-            per_sample_weights=flat(per_sample_weights),
+            per_sample_weights=flat_weights(ids, per_sample_weights, self),
             include_last_offset=has_last_offset,
             padding_idx=None if self.padding_idx is None else self._padding,
         )
