@@ -330,6 +330,13 @@ def test_weights_of_lookups_are_in_parts_as_the_ids_are() -> None:
     alone(body)
 
 
+def test_a_frozen_copy_takes_ids_once() -> None:
+    frozen = FrozenEmbedding(torch.nn.Embedding(ROWS, DIM), FrozenTable(ALL, torch.ones(ROWS, DIM), ROWS, 0.0, False))
+    for call, said in (({}, "without ids"), ({"ids": ALL, "input": ALL}, "two sets of ids")):
+        with pytest.raises(TypeError, match=said):
+            frozen(**call)
+
+
 @pytest.mark.parametrize("mode", ["sum", "mean"])
 @pytest.mark.parametrize(("options", "call"), BAGS.values(), ids=BAGS)
 def test_embedding_bag_is_torchs(options: dict[str, Any], call: dict[str, Any], mode: str) -> None:

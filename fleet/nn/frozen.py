@@ -75,10 +75,10 @@ class _Frozen(torch.nn.Module):
 def _given(ids: torch.Tensor | None, as_torch_names_them: torch.Tensor | None) -> torch.Tensor:
     """Return the ids that a forward was given: by ``fleet.nn``'s name for them or, where it stands for one of torch's
     embeddings, by torch's."""
-    given = as_torch_names_them if ids is None else ids
-    if given is None:
-        raise ArgumentTypeError("an embedding was called without ids")
-    return given
+    given = [each for each in (ids, as_torch_names_them) if each is not None]
+    if len(given) != 1:
+        raise ArgumentTypeError(f"an embedding was called {'with two sets of' if given else 'without'} ids")
+    return given[0]
 
 
 class FrozenEmbedding(_Frozen):
