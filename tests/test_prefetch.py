@@ -257,6 +257,29 @@ def test_steps_after_the_first_on_a_batch_have_the_rows_of_the_step_before(devic
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(got, expected, strict=True))
 
 
+@pytest.mark.parametrize("mode", ["sync", "ssp", "half_async", "gba", "auto"])
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_what_was_fetched_is_for_one_step_of_a_batch(mode: str, device: str | None) -> None:
+    """However old rows may be: those of further steps, and of an evaluation behind a step, are asked for again."""
+    strategy = getattr(StrategyFactory, f"create_{mode}_strategy")()
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        table = fleet.nn.Embedding(None, 1, initializer="constant(1)")
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD(table.parameters(), lr=0.1), strategy)
+        fleet_.init_worker()
+        there = 1.0
+        for ids in fleet_.prefetch([torch.tensor([0])] * 4, lambda ids: {table: ids}, device=device):
+            for step in range(6):
+                seen = table(ids)
+                if step:
+                    assert seen.item() == pytest.approx(there, abs=1e-6)
+                optimizer.minimize(seen.square().sum())
+                there -= 0.2 * seen.item()
+            assert table(ids).item() == pytest.approx(there, abs=1e-6)
+
+    run_job(body, 1, 2)
+
+
 @pytest.mark.parametrize("staleness", [0, 1, 4])
 @pytest.mark.parametrize("device", [None, "cpu"])
 def test_no_rows_are_so_old_that_gba_drops_what_was_computed_on_them(device: str | None, staleness: int) -> None:

@@ -224,6 +224,8 @@ class Prefetched:
     #: other tables of the same forward, if it was foreseen
     foreseen: Foreseen | None = None
     made: Lookup | None = None
+    #: the step that a forward first used it in
+    used_in: int | None = None
 
     def __post_init__(self) -> None:
         self.memory = _memory(self.wanted)
@@ -261,6 +263,8 @@ class RowReader:
         self._connections = connections
         self.version_after = version_after
         self._most_steps_ahead = most_steps_ahead
+        #: how many steps this worker has taken, on their way to the servers or there
+        self._step = 0
         self.read_at: Readings = {}
         self._read_before: Readings = {}
         self._offered: Mapping[int, Prefetched] = {}
@@ -285,6 +289,7 @@ class RowReader:
         """Return when the rows of this step were read; the next step's are read anew. Gradients that the user did not
         clear are of rows that were read for an earlier step."""
         self._read_before, self.read_at = {**self._read_before, **self.read_at}, {}
+        self._step += 1
         return self._read_before
 
     # ---------------------------------------------------------------- a forward
@@ -299,7 +304,7 @@ class RowReader:
                 fresh.append(each)
                 rest.append((place, None))
             elif held is None and ahead.has_all and self._is_current(ahead, completed):
-                found[place] = ahead.lookup(self.read_at)
+                found[place] = self._used(ahead).lookup(self.read_at)
             else:
                 rest.append((place, ahead))
         if not rest:
@@ -420,10 +425,17 @@ class RowReader:
         """Return rows that were fetched ahead, if all are there and as new as they have to be."""
         if ahead is None or ahead.known.training != training or not self._is_current(ahead, completed):
             return None
-        return ahead.some(ids, self.read_at)
+        return self._used(ahead).some(ids, self.read_at)
+
+    def _used(self, ahead: Prefetched) -> Prefetched:
+        ahead.used_in = self._step
+        return ahead
 
     def _is_current(self, ahead: Prefetched, completed: int) -> bool:
-        return not ahead.fetch.failed and self.is_new_enough(ahead, completed)
+        """Say whether what was fetched ahead may be used. What one step has used does not serve the next one, which may
+        be taken with the same batch: its rows would lack a step that its script has seen."""
+        is_unspent = ahead.used_in is None or ahead.used_in == self._step
+        return is_unspent and not ahead.fetch.failed and self.is_new_enough(ahead, completed)
 
     def is_new_enough(self, ahead: FetchedAhead, completed: int) -> bool:
         """Say whether rows that were fetched ahead are as new as they have to be, and no newer, after this worker's
