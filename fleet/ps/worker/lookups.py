@@ -372,7 +372,13 @@ class RowReader:
 
     def _ahead_of(self, index: int) -> Prefetched | None:
         """Return what was fetched ahead of a table."""
-        return self._offered.get(index) or self._innermost(index)
+        return self._offered_of(index) or self._innermost(index)
+
+    def _offered_of(self, index: int) -> Prefetched | None:
+        """Return what was fetched ahead of a table for this batch. What one step has used does not serve the next one,
+        which may be taken with the same batch: its rows would lack a step that its script has seen."""
+        ahead = self._offered.get(index)
+        return ahead if ahead is not None and ahead.used_in in (None, self._step) else None
 
     @property
     def _predicted(self) -> list[Mapping[int, Prefetched]]:
@@ -432,10 +438,7 @@ class RowReader:
         return ahead
 
     def _is_current(self, ahead: Prefetched, completed: int) -> bool:
-        """Say whether what was fetched ahead may be used. What one step has used does not serve the next one, which may
-        be taken with the same batch: its rows would lack a step that its script has seen."""
-        is_unspent = ahead.used_in is None or ahead.used_in == self._step
-        return is_unspent and not ahead.fetch.failed and self.is_new_enough(ahead, completed)
+        return not ahead.fetch.failed and self.is_new_enough(ahead, completed)
 
     def is_new_enough(self, ahead: FetchedAhead, completed: int) -> bool:
         """Say whether rows that were fetched ahead are as new as they have to be, and no newer, after this worker's
@@ -539,7 +542,7 @@ class RowReader:
     ) -> Mapping[int, Prefetched]:
         """Ask for what the coming look-ups will ask for, except of tables of which something was fetched ahead. An id
         that is out of range is left to the look-up, which refuses it if it comes."""
-        rest = [each for each in wanted if self._tables[id(each.handle)] not in self._offered]
+        rest = [each for each in wanted if self._offered_of(self._tables[id(each.handle)]) is None]
         try:
             begun = self._begin(rest, completed, 0, held, ahead=False)
         except IdOutOfRangeError:
