@@ -58,12 +58,12 @@ $(STAMP): pyproject.toml constraints.txt
 quickstart: $(STAMP)
 	$(BIN)/python examples/quickstart.py
 
-# Jobs in the tests are many small processes and threads; one core for each keeps them out of each other's way. Four
+# Jobs in the tests are many small processes and threads; one core for each keeps them out of each other's way. Five
 # tests at a time, on two cores as well: most of them wait for something part of the time.
 PYTEST = env OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --dist worksteal
 
 test: $(STAMP)
-	$(PYTEST) --numprocesses 4 $(ARGS)
+	$(PYTEST) --numprocesses 5 $(ARGS)
 
 # ---------------------------------------------------------------------------------------------- for contributors
 

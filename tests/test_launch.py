@@ -810,7 +810,7 @@ BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHON
 
 @pytest.mark.parametrize("words", [["checkpoint", "ls"], ["replay"]])
 @pytest.mark.parametrize("buffered", [False, True])
-@pytest.mark.pairs
+@pytest.mark.pairs(1)
 def test_a_reader_that_has_seen_enough(words: list[str], buffered: bool) -> None:
     """As head, which goes away: nothing is said of it, whether the pipe breaks at a line or at the end."""
     script = f"""

@@ -2214,6 +2214,7 @@ class Joiner:
             self.runtime.run()
 
 
+@pytest.mark.slow
 def test_servers_are_replaced_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is drained, and comes back; it is not ready before the job is there again."""
     monkeypatch.setattr(runtime, "ASKS_S", 0.3)
