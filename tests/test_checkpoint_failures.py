@@ -705,12 +705,16 @@ def test_who_is_interrupted_as_it_says_that_a_thing_is_done_says_so_later(
     assert told == ["", "", ""]
 
 
+@pytest.mark.parametrize("moves", [False, True])
 @pytest.mark.parametrize("goes_on", ["another thing", "a step"])
-def test_the_end_of_a_claim_that_was_lost_keeps_nobody_out(goes_on: str) -> None:
-    """A server that is started again may have kept that a worker began something, and not that it was done."""
+def test_the_end_of_a_claim_that_was_lost_keeps_nobody_out(goes_on: str, moves: bool) -> None:
+    """A server that is started again may have kept that a worker began something, and not that it was done; and so may
+    those to which its job moves then."""
     answers: list[str] = []
     outbox: list[Any] = []
-    before, claims = (Claims("here", 60.0, lambda: Frame(pb.Reply(granted=True)), only_first=False) for _ in range(2))
+    before, claims, elsewhere = (
+        Claims("here", 60.0, lambda: Frame(pb.Reply(granted=True)), only_first=False) for _ in range(3)
+    )
 
     def claim(of: Claims, name: str, worker: int) -> None:
         waiting = Waiting(worker, "a claim", 0.0, lambda frame: None, lambda: Frame(pb.Reply()))
@@ -724,6 +728,9 @@ def test_the_end_of_a_claim_that_was_lost_keeps_nobody_out(goes_on: str) -> None
     claim(before, "first", 0)
     claims.restore(before.dump(), 0.0)
     claims.restarted()
+    if moves:
+        elsewhere.restore(claims.dump(), 0.0)
+        claims = elsewhere
     claim(claims, "first", 1)
     claim(claims, "first", 0)  # it may not have heard that it may begin
     claims.went_on(2, outbox)

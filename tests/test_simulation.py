@@ -60,6 +60,15 @@ MOVES_TO_TWO = Setting(
 )
 
 FOUND = {
+    # A checkpoint was written, a server forgot so when it lost power, and the servers that the job moved to did not know that
+    # it had been started again: for them the checkpoint was still being written, and nobody could write another one.
+    "a server that loses power as the job moves": Scenario(
+        3500544,
+        Setting(
+            "sync", 2, 1, 8, "Adagrad", durable="os", journal_bytes=2000, checkpoint_every=2, moves_at=2, moves_to=3
+        ),
+        (Fault(117, POWER, "server0", 0.1),),
+    ),
     # The thread that wrote a checkpoint met servers that the job had left, and ended it: nobody went over for that.
     "a checkpoint that is being written when the job moves": Scenario(
         3400640,

@@ -131,12 +131,16 @@ class Claims:
     def dump(self) -> dict[str, Any]:
         """Return who has begun what, and who has done what; those who wait will ask again."""
         begun = {name: claim.writer for name, claim in self._open.items() if claim.begun}
+        kept = [name for name, claim in self._open.items() if claim.is_kept]  # their ends stay lost where the job moves
         done = {name: sorted(closed.missed) for name, closed in self._closed.items() if closed.failure is None}
-        return {"begun": begun, "done": done}
+        return {"begun": begun, "kept": kept, "done": done}
 
     def restore(self, dumped: Mapping[str, Any], now: float) -> None:
         """Become the claims that were dumped."""
-        self._open = {name: _Claim(writer, now, begun=True) for name, writer in dumped["begun"].items()}
+        kept = dumped.get("kept", ())
+        self._open = {
+            name: _Claim(writer, now, begun=True, is_kept=name in kept) for name, writer in dumped["begun"].items()
+        }
         self._closed = {name: _Closed(None, set(), set(missed)) for name, missed in dumped["done"].items()}
 
     def restarted(self) -> None:
