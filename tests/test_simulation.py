@@ -60,8 +60,8 @@ MOVES_TO_TWO = Setting(
 )
 
 FOUND = {
-    # A checkpoint was written, a server forgot so when it lost power, and the servers that the job moved to did not know that
-    # it had been started again: for them the checkpoint was still being written, and nobody could write another one.
+    # A checkpoint was written, a server forgot so when it lost power, and those that the job moved to did not know
+    # that it had been started again: for them the checkpoint was still being written, and nobody could write another.
     "a server that loses power as the job moves": Scenario(
         3500544,
         Setting(
