@@ -16,7 +16,7 @@ from fleet.base import checks
 from fleet.errors import ArgumentTypeError, ConfigurationError, UnsupportedError
 from fleet.nn.expand import Bags, embedded, found_for, pool
 from fleet.nn.handle import Found, TableHandle, Wanted, handle_in, handle_of, padding_index
-from fleet.nn.jagged import are_alike, flat, flat_weights, is_jagged, like
+from fleet.nn.jagged import are_alike, bag_parts, flat, like
 from fleet.nn.table_weight import TableWeight, of_wrapped
 from fleet.plan.life import Admission, Eviction, goes_by_weight, rules_of
 from fleet.plan.specs import Initializer
@@ -292,10 +292,8 @@ def _bag(
     offsets: torch.Tensor | None,
     per_sample_weights: torch.Tensor | None,
 ) -> torch.Tensor:
-    padding, has_last_offset = found.padding, module.include_last_offset
-    if is_jagged(ids):
-        offsets, has_last_offset = cast(Any, ids).offsets(), True
-        per_sample_weights = flat_weights(ids, per_sample_weights, module)
+    padding = found.padding
+    offsets, per_sample_weights, has_last_offset = bag_parts(module, ids, offsets, per_sample_weights)
     if not len(found.rows):
         found = found._replace(rows=F.pad(found.rows, (0, 0, 0, 1)))  # torch wants a row even where no bag has one
     elif padding is None and module.padding_idx is not None and per_sample_weights is not None:

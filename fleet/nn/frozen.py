@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from fleet.errors import ArgumentTypeError, UnsupportedError
 from fleet.nn.embedding import BAGS, EMBEDDINGS
 from fleet.nn.embedding_group import EmbeddingGroup
-from fleet.nn.jagged import flat, flat_weights, is_jagged, like
+from fleet.nn.jagged import bag_parts, flat, like
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,15 +112,14 @@ class FrozenEmbeddingBag(_Frozen):
         input: torch.Tensor | None = None,
         weights: torch.Tensor | None = None,  # noqa: ARG002
     ) -> torch.Tensor:
-        ids, has_last_offset = _given(ids, input), self.include_last_offset
-        if is_jagged(ids):
-            offsets, has_last_offset = cast(Any, ids).offsets(), True
+        ids = _given(ids, input)
+        offsets, per_sample_weights, has_last_offset = bag_parts(self, ids, offsets, per_sample_weights)
         return F.embedding_bag(
             self._places(flat(ids), pads=True),
             self.weight,
             offsets,
             mode=self.mode,
-            per_sample_weights=flat_weights(ids, per_sample_weights, self),
+            per_sample_weights=per_sample_weights,
             include_last_offset=has_last_offset,
             padding_idx=None if self.padding_idx is None else self._padding,
         )

@@ -34,17 +34,22 @@ def are_alike(ids: Any, others: Any) -> bool:
     return ids.offsets() is others.offsets() or torch.equal(ids.offsets(), others.offsets())
 
 
-def flat_weights(ids: torch.Tensor, weights: Any, where: torch.nn.Module) -> Any:
-    """Return the ``per_sample_weights`` of ids as ``flat`` returns these; torch says what else is wrong with them."""
-    if is_jagged(ids) and weights is not None and not are_alike(ids, weights):
-        got = "one with others" if is_jagged(weights) else f"shape {tuple(weights.shape)}"
+def bag_parts(
+    module: Any, ids: torch.Tensor, offsets: torch.Tensor | None, weights: torch.Tensor | None
+) -> tuple[torch.Tensor | None, Any, bool]:
+    """Return where the bags of ``flat`` ids begin, their ``per_sample_weights``, and whether the last offset is an end;
+    torch says what is wrong with those of ids that are not jagged."""
+    if not is_jagged(ids):
+        return offsets, weights, module.include_last_offset
+    if weights is not None and not are_alike(ids, weights):
         raise ConfigurationError(
             "per_sample_weights do not fit jagged ids",
-            where=f"{type(where).__name__}({where.extra_repr()})",
+            where=f"{type(module).__name__}({module.extra_repr()})",
             expected="a jagged tensor with the same offsets",
-            got=got,
+            got="one with others" if is_jagged(weights) else f"shape {tuple(weights.shape)}",
         )
-    return flat(weights) if is_jagged(ids) else weights
+    jagged: Any = ids
+    return jagged.offsets(), flat(weights), True
 
 
 def like(ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

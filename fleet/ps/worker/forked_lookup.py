@@ -35,7 +35,7 @@ class ForkedReader:
         self._progress = progress
         self._mode = mode
         self._policy = policy
-        self._rows = RowReader([_Link(each) for each in connections.by_server], progress.version_needed)
+        self._rows = RowReader([_Link(each) for each in connections.by_server], progress.version_needed, 0)
         self._rows.adopt(trained.plan.spec.tables, trained.description.handles)
 
     def lookup(self, wanted: Sequence[Wanted], held: HeldRows | None) -> list[Lookup]:

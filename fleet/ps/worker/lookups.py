@@ -256,7 +256,7 @@ class RowReader:
         self,
         connections: Sequence[ServerLink],
         version_after: Callable[[int], int],
-        most_steps_ahead: int = 1 << 62,
+        most_steps_ahead: int,
     ) -> None:
         """``version_after`` returns the version that this worker needs when it has completed so many more steps;
         ``most_steps_ahead`` is how many of its own steps rows may lack."""
