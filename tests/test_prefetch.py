@@ -280,6 +280,32 @@ def test_what_was_fetched_is_for_one_step_of_a_batch(mode: str, device: str | No
     run_job(body, 1, 2)
 
 
+@pytest.mark.parametrize("mode", ["sync", "ssp", "half_async", "gba", "auto"])
+@pytest.mark.parametrize("device", [None, "cpu"])
+@pytest.mark.parametrize("first", ["the whole table", "in evaluation mode", "other ids"])
+def test_what_was_fetched_lacks_no_step_that_looked_its_table_up_otherwise(
+    mode: str, device: str | None, first: str
+) -> None:
+    """A step with a batch need not use what was fetched for it, and changes these rows all the same."""
+    strategy = getattr(StrategyFactory, f"create_{mode}_strategy")()
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        table = fleet.nn.Embedding(3, 1, initializer="constant(1)")
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD(table.parameters(), lr=0.1), strategy)
+        fleet_.init_worker()
+        for ids in fleet_.prefetch([torch.tensor([0])] * 3, lambda ids: {table: ids}, device=device):
+            if first == "the whole table":
+                seen = table.weight[:1] * 1
+            else:
+                table.train(first != "in evaluation mode")
+                seen = table(torch.tensor([0, 2]) if first == "other ids" else ids)[:1]
+                table.train()
+            optimizer.minimize(seen.square().sum())
+            assert table(ids).item() == pytest.approx(0.8 * seen.item(), abs=1e-6)
+
+    run_job(body, 1, 2)
+
+
 @pytest.mark.parametrize("staleness", [0, 1, 4])
 @pytest.mark.parametrize("device", [None, "cpu"])
 def test_no_rows_are_so_old_that_gba_drops_what_was_computed_on_them(device: str | None, staleness: int) -> None:

@@ -224,7 +224,7 @@ class Prefetched:
     #: other tables of the same forward, if it was foreseen
     foreseen: Foreseen | None = None
     made: Lookup | None = None
-    #: the step that a forward first used it in
+    #: the step in which its table was first looked up while it was offered
     used_in: int | None = None
 
     def __post_init__(self) -> None:
@@ -304,7 +304,7 @@ class RowReader:
                 fresh.append(each)
                 rest.append((place, None))
             elif held is None and ahead.has_all and self._is_current(ahead, completed):
-                found[place] = self._used(ahead).lookup(self.read_at)
+                found[place] = ahead.lookup(self.read_at)
             else:
                 rest.append((place, ahead))
         if not rest:
@@ -375,10 +375,15 @@ class RowReader:
         return self._offered_of(index) or self._innermost(index)
 
     def _offered_of(self, index: int) -> Prefetched | None:
-        """Return what was fetched ahead of a table for this batch. What one step has used does not serve the next one,
-        which may be taken with the same batch: its rows would lack a step that its script has seen."""
+        """Return what was fetched ahead of a table for this batch. It serves the step that first looks the table up,
+        with whatever ids, and not the next one, which may be taken with the same batch: its rows would lack a step that
+        its script has seen."""
         ahead = self._offered.get(index)
-        return ahead if ahead is not None and ahead.used_in in (None, self._step) else None
+        if ahead is None:
+            return None
+        if ahead.used_in is None:
+            ahead.used_in = self._step
+        return ahead if ahead.used_in == self._step else None
 
     @property
     def _predicted(self) -> list[Mapping[int, Prefetched]]:
@@ -401,6 +406,7 @@ class RowReader:
         """Return all rows of a table as a look-up of training would see them, asked for in parts. None of them is
         held."""
         index = self._tables[id(handle)]
+        self._offered_of(index)  # which is for this step now: the next one finds rows that this one changes
         spec = self._specs[index]
         assert spec.num_embeddings is not None, "the handle checks this"
         rows = np.empty((spec.num_embeddings, spec.dim), spec.dtype)
@@ -431,11 +437,7 @@ class RowReader:
         """Return rows that were fetched ahead, if all are there and as new as they have to be."""
         if ahead is None or ahead.known.training != training or not self._is_current(ahead, completed):
             return None
-        return self._used(ahead).some(ids, self.read_at)
-
-    def _used(self, ahead: Prefetched) -> Prefetched:
-        ahead.used_in = self._step
-        return ahead
+        return ahead.some(ids, self.read_at)
 
     def _is_current(self, ahead: Prefetched, completed: int) -> bool:
         return not ahead.fetch.failed and self.is_new_enough(ahead, completed)
