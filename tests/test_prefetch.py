@@ -283,6 +283,7 @@ def test_what_was_fetched_is_for_one_step_of_a_batch(mode: str, device: str | No
 @pytest.mark.parametrize("mode", ["sync", "ssp", "half_async", "gba", "auto"])
 @pytest.mark.parametrize("device", [None, "cpu"])
 @pytest.mark.parametrize("first", ["the whole table", "in evaluation mode", "other ids"])
+@pytest.mark.pairs
 def test_what_was_fetched_lacks_no_step_that_looked_its_table_up_otherwise(
     mode: str, device: str | None, first: str
 ) -> None:
