@@ -72,6 +72,9 @@ class FaultyNetwork:
     def connect(self, endpoint: Endpoint) -> Channel:
         return _FaultyChannel(self, endpoint, self._inner.connect(endpoint))
 
+    def own_address(self, towards: Endpoint) -> str:
+        return self._inner.own_address(towards)
+
     def add(self, *faults: Fault) -> None:
         with self._lock:
             for fault in faults:

@@ -221,7 +221,7 @@ def test_a_store_that_has_gone_is_not_asked_again() -> None:
     come = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     first: Any = SimpleNamespace(failure=None, broken_group=0, clock=SystemClock(), deadline_s=1.0)
     connections: Any = SimpleNamespace(by_server=[first])
-    group = DenseGroup(connections, Whereabouts(), 1, nullcontext(), lambda call: call())
+    group = DenseGroup(connections, Whereabouts(), 1, nullcontext(), lambda call: call(), str)
     group.size = 2
     store = PrefixStore("1", come)
     store.set("here 1", "")

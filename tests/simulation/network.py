@@ -184,6 +184,9 @@ class ProcessNetwork:
     def connect(self, endpoint: Endpoint) -> _Channel:
         return _Channel(self._wires, self._process, endpoint)
 
+    def own_address(self, towards: Endpoint) -> str:
+        return towards.host
+
 
 class Listener:
     def __init__(self, wires: Wires, process: Process, endpoint: Endpoint, handler: Handler) -> None:

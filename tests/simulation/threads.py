@@ -451,7 +451,6 @@ def installed(running: Scheduler, seed: int) -> Iterator[None]:
         id(futures.ThreadPoolExecutor): ThreadPoolExecutor,
         id(futures.wait): wait,
         id(jit._undisturbed): _compile,
-        id(dense_group._own_address): lambda host, port: host,
         id(dense_group._own_store): lambda host: running.groups.own_store(host),
         id(dense_group.TCPStore): lambda host, port, **options: running.groups.store(host, port, **options),
         id(dense_group.PrefixStore): lambda prefix, store: running.groups.prefixed(prefix, store),

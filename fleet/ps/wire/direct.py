@@ -52,6 +52,9 @@ class DirectNetwork:
     def connect(self, endpoint: Endpoint) -> DirectChannel:
         return DirectChannel(endpoint, self._control.connect(endpoint), self._security)
 
+    def own_address(self, towards: Endpoint) -> str:
+        return self._control.own_address(towards)
+
 
 class _Listener:
     def __init__(self, direct: DirectListener, control: Listener) -> None:

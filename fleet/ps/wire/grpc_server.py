@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import socket
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -72,6 +73,16 @@ class GrpcNetwork:
 
     def connect(self, endpoint: Endpoint) -> GrpcChannel:
         return GrpcChannel(endpoint, self._security)
+
+    def own_address(self, towards: Endpoint) -> str:
+        with contextlib.suppress(OSError, UnicodeError):
+            host = towards.host.strip("[]")
+            family, _, _, _, address = socket.getaddrinfo(host, towards.port, type=socket.SOCK_DGRAM)[0]
+            # Connecting a datagram socket sends nothing: it only asks which address such a packet would carry.
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(address)
+                return str(probe.getsockname()[0])
+        return "127.0.0.1"
 
 
 class GrpcListener:

@@ -43,6 +43,9 @@ class HealthNetwork:
     def connect(self, endpoint: Endpoint) -> Channel:
         return self._network.connect(endpoint)
 
+    def own_address(self, towards: Endpoint) -> str:
+        return self._network.own_address(towards)
+
 
 class _Listener:
     def __init__(self, listener: Listener, health: Health) -> None:

@@ -34,6 +34,9 @@ class LoopbackNetwork:
     def connect(self, endpoint: Endpoint) -> _Channel:
         return _Channel(self, endpoint)
 
+    def own_address(self, towards: Endpoint) -> str:  # noqa: ARG002
+        return "127.0.0.1"  # names are this network's own: nobody else knows them
+
     def listener(self, endpoint: Endpoint) -> _Listener | None:
         with self._lock:
             return self._listeners.get(endpoint)

@@ -12,7 +12,6 @@ hears with each heartbeat what a worker waits for, so that it finds workers that
 from __future__ import annotations
 
 import atexit
-import contextlib
 import ctypes
 import json
 import logging
@@ -30,6 +29,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 
 from fleet.averaging.communicators import done_within, hand_round, keep_store
+from fleet.base.cluster import Endpoint
 from fleet.errors import FleetError
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
@@ -87,9 +87,11 @@ class DenseGroup:
         worker: int,
         exchanging: AbstractContextManager[None],
         following: Callable[[Callable[[], Any]], Any],
+        own_address: Callable[[Endpoint], str],
     ) -> None:
         """``whereabouts`` is what the first server is told of them; ``exchanging`` is around every wait for the others.
-        ``following`` lets something be done once more where the job has moved to other servers meanwhile."""
+        ``following`` lets something be done once more where the job has moved to other servers meanwhile; the others
+        find this worker at its ``own_address``, which is that under which it talks to the first server."""
         self.rank = 0
         self.size = 1
         self._workers = [worker]
@@ -114,6 +116,7 @@ class DenseGroup:
         self._whereabouts = whereabouts
         self._exchanging = exchanging
         self.following = following
+        self._own_address = own_address
         self._group: dist.ProcessGroup | None = None
         self._store: TCPStore | None = None
         self._under_way: set[dist.Work] = set()
@@ -175,7 +178,7 @@ class DenseGroup:
                 raise
 
     def _meet(self, step: int, said: pb.Meet, device: torch.device) -> list[Comer]:
-        host = _own_address(self._first.endpoint.host, self._first.endpoint.port)
+        host = self._own_address(self._first.endpoint)
         # Whoever comes to the first one's while torch is at making it waits for five seconds now and then.
         port, own = _own_store(host)
         asked = pb.Meet(group=self.number, address=json.dumps([host, port]), rounds=self.rounds)
@@ -421,17 +424,6 @@ def _keep_for_good() -> None:
     """Let go of no group any more, as the process ends: a thread that is in torch's code then would abort it."""
     _is_ending.set()
     _letting_go.acquire(timeout=_LAST_S)
-
-
-def _own_address(host: str, port: int) -> str:
-    """Return the address under which this machine talks to the first server, and the others find it."""
-    with contextlib.suppress(OSError, UnicodeError):  # a name that is none, as in a simulation
-        family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_DGRAM)[0]
-        # Connecting a datagram socket sends nothing: it only asks which address such a packet would carry.
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
-    return "127.0.0.1"
 
 
 def _own_store(host: str) -> tuple[int, TCPStore]:

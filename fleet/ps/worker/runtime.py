@@ -167,7 +167,9 @@ class WorkerRuntime:
             )
         self._dense: DenseTraining | None = None
         if trained.plan.spec.settings.has_dense_on_workers:
-            group = DenseGroup(connections, self._whereabouts, worker, figures.reduce, self.following)
+            group = DenseGroup(
+                connections, self._whereabouts, worker, figures.reduce, self.following, network.own_address
+            )
             self._dense = DenseTraining(
                 group,
                 trained,
