@@ -172,6 +172,7 @@ ONLY: dict[str, dict[str, str]] = {
         "ps/wire/direct_connections.py": "connections",
         "ps/wire/direct_server.py": "doors",
         "base/exposure.py": "addresses",
+        "ps/wire/grpc_server.py": "own address",
         "ps/wire/line.py": "frames",
         "ps/wire/small_calls.py": "connections",
         "ps/wire/tls_line.py": "frames",
@@ -243,6 +244,7 @@ def tree(module: str) -> ast.Module:
     return ast.parse(FILES[module].read_text(encoding="utf-8"))
 
 
+@cache
 def modules() -> dict[str, str]:
     """Dotted name as it is imported -> the key of its file."""
     return {key.removesuffix(".__init__"): key for key in FILES}
@@ -274,6 +276,7 @@ def walk(top: ast.AST, at_import_only: bool) -> Iterator[ast.AST]:
             stack.extend(ast.iter_child_nodes(node))
 
 
+@cache
 def ours(module: str, *, at_import_only: bool = False) -> set[str]:
     """The package's own modules that ``module`` imports."""
     known = modules()
