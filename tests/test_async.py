@@ -92,6 +92,7 @@ def settles_at(weight: torch.nn.Parameter, optimizer: Any, expected: float) -> N
 @pytest.mark.parametrize("independent", [True, False])
 @pytest.mark.parametrize("servers", [1, 3])
 @pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.pairs(4)
 def test_every_gradient_is_applied_once_and_undivided(
     workers: int, servers: int, independent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -118,7 +118,7 @@ def trained(optimizer: str) -> list[Any]:
     return run_job(trains(optimizer, between=gathers), 2, 2)
 
 
-@pytest.mark.pairs
+@pytest.mark.pairs(2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("offset", range(3))
 def test_killed_at_every_request(tmp_path: Path, optimizer: str, offset: int) -> None:
@@ -528,7 +528,7 @@ def unkilled(mode: str) -> list[Any]:
     return run_job(in_turns(REMEMBERING[mode]), 2, 2)
 
 
-@pytest.mark.pairs
+@pytest.mark.pairs(2)
 @pytest.mark.parametrize("journal_bytes", [1, 4000, 1 << 30])
 @pytest.mark.parametrize("mode", REMEMBERING)
 def test_what_workers_were_given_is_remembered(tmp_path: Path, mode: str, journal_bytes: int) -> None:
@@ -1285,6 +1285,7 @@ LESS = [
 
 
 @pytest.mark.parametrize(("mode", "lost", "struck"), LESS)
+@pytest.mark.pairs(3)
 def test_a_server_that_has_kept_less_ends_the_job(
     tmp_path: Path, mode: str, lost: int, struck: tuple[int, ...]
 ) -> None:

@@ -266,6 +266,7 @@ RELAXED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("mode", RELAXED)
+@pytest.mark.pairs(4)
 def test_other_modes_end_with_what_the_job_has(mode: str) -> None:
     job = Job(trains(20, RELAXED[mode](), make=Net), 2, 2)
     with following(job) as followed:

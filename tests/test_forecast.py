@@ -481,6 +481,7 @@ def test_a_job_is_ended_once_it_is_enough(tmp_path: Path) -> None:
     assert next(asked, None) is None, "it is not asked again"
 
 
+@pytest.mark.slow
 def test_processes_are_started(tmp_path: Path) -> None:
     """With processes that leave records of steps as soon as they are started."""
     script = tmp_path / "train.py"

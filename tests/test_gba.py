@@ -54,7 +54,7 @@ def trains(strategy: Strategy, name: str, steps: int = 5) -> Callable[[Fleet, in
     return body
 
 
-@pytest.mark.pairs
+@pytest.mark.pairs(4)
 @pytest.mark.parametrize("servers", [1, 2, 3])
 @pytest.mark.parametrize("name", ["sgd", "sgd-nesterov", "adam", "adamw-amsgrad", "adagrad", "rmsprop-centered"])
 def test_in_lockstep_it_is_synchronous_to_the_bit(name: str, servers: int) -> None:

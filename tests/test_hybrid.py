@@ -8,6 +8,7 @@ import dataclasses
 import json
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -115,6 +116,19 @@ def worker_1_again(job: Job) -> Iterator[Fleet]:
 def each_step(optimizer: Any, model: Net, worker: int) -> None:
     for step in range(STEPS):
         optimizer.minimize(model.loss(step, worker))
+
+
+def test_a_job_in_one_process_asks_nobody_for_names(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of its own network are known there alone, and a name server that is silent keeps who asks for seconds."""
+    asked: list[Any] = []
+    monkeypatch.setattr("socket.getaddrinfo", lambda *given, **_: asked.append(given))
+    alone = Fleet(environ={})
+    alone.init()
+    optimizer = alone.distributed_optimizer(torch.optim.SGD(net.parameters(), 0.1), sync(dense="all_reduce"), model=net)
+    alone.init_worker()
+    optimizer.minimize(net.loss(0, 0))
+    alone.stop_worker()
+    assert asked == []
 
 
 def test_others_are_told_of_a_store_that_is_there(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,6 +418,7 @@ def with_closures(optimizer: Any, model: Net, worker: int) -> None:
     "train",
     [with_schedule, accumulating, accumulating_in_rounds, by_hand, with_gaps, with_zeros, with_closures],
 )
+@pytest.mark.pairs(4)
 def test_as_on_servers(net: Net, train: Callable[[Any, Net, int], None]) -> None:
     def make(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
         own = [each for each in model.parameters() if each.dim() == 1]
@@ -796,7 +811,7 @@ def freeze(optimizer: Any, model: Net, step: int, worker: int, how: str) -> None
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-@pytest.mark.pairs
+@pytest.mark.pairs(4)
 @pytest.mark.parametrize(
     ("how", "options"),
     [
@@ -1205,6 +1220,11 @@ def test_a_worker_that_dies_before_it_clips(net: Net) -> None:
     assert not torch.equal(first[0], net.dense[0].weight)
 
 
+def steps_slowly_while(alone: bool) -> None:
+    """Leave a core to who is to come."""
+    time.sleep(0.005 * alone)
+
+
 class Coming:
     """A job of two workers, to which another one comes: one that was killed and starts again, or a third one."""
 
@@ -1252,6 +1272,7 @@ class Coming:
         """Until all have taken five steps together in a group that is complete."""
         group = worker_of(fleet_).dense.group
         while group.number == 1 or group.size < 2 + self.elastic or group.rounds_here < 5 * self.backwards:
+            steps_slowly_while(group.size < 2 + self.elastic)
             self.step(model, optimizer, group.rounds, 0)
         state = optimizer.state[model.dense[0].weight]
         return [*(each.detach().clone() for each in model.dense.parameters()), state["exp_avg"], state["step"].clone()]
@@ -1269,6 +1290,7 @@ class Coming:
         pytest.param("half_async", False, 2, id="half_async again, two backwards"),
     ],
 )
+@pytest.mark.pairs(4)
 def test_a_worker_that_comes_gets_everything_from_another_one(
     net: Net, mode: str, elastic: bool, backwards: int
 ) -> None:
@@ -1370,6 +1392,7 @@ def test_one_that_starts_again_does_not_come_amid_a_step(net: Net, mode: str, am
         lives.extend([1] * (worker == 1))
         step = fleet_.resume_step()
         while not (group.number > 1 and group.size == 3 and group.rounds_here >= 8):
+            steps_slowly_while(group.size < 3)
             optimizer.zero_grad()
             model.loss(step, worker).backward()
             if dies and step == 3:

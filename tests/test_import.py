@@ -64,27 +64,15 @@ def fresh_python(code: str) -> Any:
     return json.loads(done.stdout)
 
 
-@pytest.fixture(scope="module")
-def told() -> Any:
-    return fresh_python(CODE)
-
-
-def test_importing_fleet_imports_nothing_heavy(told: Any) -> None:
+def test_importing_is_light_and_leaves_all_alone() -> None:
+    """What is heavy, random states, logging, signals, threads."""
+    told = fresh_python(CODE)
     assert {"torch", "numpy", "grpc", "google.protobuf", "numba", "llvmlite"} & set(told["fleet"]) == set()
-
-
-@pytest.mark.parametrize("part", ["optim", "nn"])
-def test_some_parts_import_torch_and_nothing_else_heavy(told: Any, part: str) -> None:
-    assert "torch" in told[part]
-    assert {"grpc", "google.protobuf", "numba", "llvmlite"} & set(told[part]) == set()
-
-
-def test_import_leaves_every_random_state_alone(told: Any) -> None:
+    for part in ("optim", "nn"):
+        assert "torch" in told[part]
+        assert {"grpc", "google.protobuf", "numba", "llvmlite"} & set(told[part]) == set()
     before, after = told["states"]
     assert before == after
-
-
-def test_import_leaves_logging_signals_and_threads_alone(told: Any) -> None:
     before_fleet, after_fleet, before_rest, after_rest = told["shared"]
     assert before_fleet == after_fleet
     assert before_rest == after_rest

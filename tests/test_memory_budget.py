@@ -119,6 +119,7 @@ def same(got: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.pairs(6)
 def test_every_optimizer_ends_where_it_does_without_a_bound(tmp_path: Path, optimizer: str) -> None:
     got = run_job(trains(optimizer), 1, 1, environ=budget(tmp_path))[0]
     same(got, unbounded(optimizer, "sync", 1, 1))
@@ -166,7 +167,7 @@ def test_checkpoints_come_from_and_go_to_jobs_with_other_bounds(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.pairs(3)
+@pytest.mark.pairs(2)
 def test_deltas_go_to_another_number_of_servers_in_every_mode(tmp_path: Path, strategy: str) -> None:
     def saving(made: Fleet, _: int, step: int) -> None:
         if step in (1, 3):

@@ -248,7 +248,7 @@ def learnt(mode: str, wire_dtype: str | None) -> Any:
 
 @pytest.mark.parametrize("wire_dtype", WIRE_DTYPES)
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.pairs
+@pytest.mark.pairs(4)
 def test_every_mode_learns_as_well(mode: str, wire_dtype: str) -> None:
     """One worker; the same course as with gradients as they are, but where threads decide it."""
     plain, losses, _ = learnt(mode, None)
@@ -261,6 +261,7 @@ def test_every_mode_learns_as_well(mode: str, wire_dtype: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.pairs(3)
 def test_the_bytes_a_worker_sends(mode: str) -> None:
     """20 x 31 numbers and up to six rows of 30, with ids; and once, as wide as ever, initial values."""
     sent = {}

@@ -202,6 +202,7 @@ def printed(text: str) -> list[str]:
     return [" ".join(line.split()) for line in text.splitlines()]
 
 
+@pytest.mark.slow
 def test_what_the_page_shows_of_checkpoints(
     names: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

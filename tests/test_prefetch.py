@@ -309,6 +309,7 @@ def test_what_was_fetched_lacks_no_step_that_looked_its_table_up_otherwise(
 
 @pytest.mark.parametrize("staleness", [0, 1, 4])
 @pytest.mark.parametrize("device", [None, "cpu"])
+@pytest.mark.pairs(3)
 def test_no_rows_are_so_old_that_gba_drops_what_was_computed_on_them(device: str | None, staleness: int) -> None:
     """However many steps a script takes with one batch."""
 

@@ -296,6 +296,7 @@ def test_jobs_one_after_the_other_in_one_directory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ends_soon", [False, True])
 @pytest.mark.parametrize("then", [[0, 1, 2], [1, 2], [2]], ids=["one more", "one for another", "one for two"])
+@pytest.mark.pairs(4)
 def test_a_job_that_has_moved_is_replayed_from_there_on(
     tmp_path: Path,
     then: list[int],

@@ -164,6 +164,7 @@ def _kinds(files: Files) -> dict[str, tuple[Environ, Environ]]:
 
 
 @pytest.mark.parametrize("kind", ["nothing", "token", "token, gRPC alone", "tls", "mutual", "all"])
+@pytest.mark.pairs(4)
 def test_a_job_ends_where_it_ends_unprotected(
     kind: str,
     files: Files,

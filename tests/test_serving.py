@@ -426,7 +426,8 @@ def forwards() -> torch.nn.Module:
     return freeze(model, {}, tables, {})
 
 
-@pytest.mark.parametrize("example", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("example", [1, 3])
 def test_no_way_to_treat_a_batch_decides_its_size(forwards: torch.nn.Module, example: int) -> None:
     program = export_program(forwards, forwarded(example)).module()
     for size in (0, 1, 2, 1000):

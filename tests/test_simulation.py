@@ -480,7 +480,7 @@ ON_PURPOSE = {
 
 
 @pytest.mark.parametrize("fault", on_purpose.FAULTS)
-@pytest.mark.pairs(8)
+@pytest.mark.pairs(5)
 def test_a_fault_that_is_put_in_on_purpose_is_found(fault: str, tmp_path: Path) -> None:
     """With it something is wrong, and without it nothing is."""
     scenario = ON_PURPOSE[fault]

@@ -180,6 +180,7 @@ def test_no_step_is_lost_and_none_counts_twice(strategy: str, deed: str, tmp_pat
 
 
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "dc-asgd"])
+@pytest.mark.pairs(2)
 def test_metrics_of_a_thread_beside_the_training(strategy: str) -> None:
     """The others' threads do the same; who waits for them keeps nobody from a step they wait for."""
 

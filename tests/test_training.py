@@ -863,6 +863,7 @@ def test_an_interruption_anywhere_in_init_worker_lets_it_be_called_again(apart: 
         pytest.param(3, 17, "", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.pairs
 def test_an_interruption_anywhere_in_a_step_counts_it_once(strategy: str, first: int, apart: int, within: str) -> None:
     """Or not at all, where it was not yet on its way: lines so far apart are tried, of the worker and the server."""
     at, is_hit = first, True
