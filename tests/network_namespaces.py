@@ -47,8 +47,10 @@ def _ip(*words: str) -> None:
 class Machine:
     """A namespace with a host name, and processes in it."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, path: str | None = None) -> None:
         self.name = name
+        #: where its processes look for commands, if not where their environment says
+        self.path = path
         self.namespace = f"fleet-{os.getpid()}-{next(_numbers)}-{name}"
         self._started: list[subprocess.Popen[str]] = []
         self._folder = Path("/etc/netns") / self.namespace
@@ -78,7 +80,7 @@ class Machine:
         process = subprocess.Popen(
             [*enter, "sh", "-c", 'hostname "$0" && exec "$@"', self.name, *command],
             cwd=cwd,
-            env=None if environ is None else dict(environ),
+            env=None if environ is None else {**environ, **({} if self.path is None else {"PATH": self.path})},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -102,13 +104,14 @@ class Machine:
 class Machines:
     """Machines, and the networks that they are connected to."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: str | None = None) -> None:
+        self._path = path
         self._made: list[Machine] = []
         self._switches: dict[str, Machine] = {}
         self._ports = itertools.count()
 
     def machine(self, name: str) -> Machine:
-        made = Machine(name)
+        made = Machine(name, self._path)
         self._made.append(made)
         return made
 

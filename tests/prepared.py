@@ -7,13 +7,15 @@ as ``sys.executable`` begins in the same way. Tests of the start and the end the
 
 One process serves all that the tests are spread over. It listens in two folders: what begins in ``bare`` has no
 compiler.
-In each there is a ``python`` to start, and the commands of Fleet and torch, for a launcher or a shell.
+In each there is a ``python`` to start, and the commands of Fleet and torch, for a launcher or a shell. What begins
+as such a command on a machine that is a namespace is there too.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import json
 import os
@@ -34,6 +36,8 @@ LONGEST = 1 << 20
 ALONE_S = 60.0
 
 KINDS = ("bare", "compiler")
+#: Of Linux, in which a machine of its own is.
+NAMESPACES = ("net", "uts", "mnt")
 COMMANDS = {"fleetrun": "fleet.launch", "fleet": "fleet", "torchrun": "torch.distributed.run"}
 
 #: In the place of Python: has a fork begin, hands signals on to it, and ends as it does. What is no script or module
@@ -47,7 +51,8 @@ handed_on = {{signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, sign
 signal.pthread_sigmask(signal.SIG_BLOCK, handed_on)
 line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 line.connect({socket!r})
-socket.send_fds(line, [json.dumps([sys.argv[1:], dict(os.environ), os.getcwd()]).encode()], [0, 1, 2])
+where = [os.open("/proc/self/ns/" + kind, os.O_RDONLY) for kind in {namespaces!r} if os.path.exists("/proc/self/ns")]
+socket.send_fds(line, [json.dumps([sys.argv[1:], dict(os.environ), os.getcwd()]).encode()], [0, 1, 2, *where])
 pid = int(line.recv(32))
 for number in handed_on:
     signal.signal(number, lambda number, _: os.kill(pid, number))
@@ -194,7 +199,8 @@ class Server:
                 self._end()
 
     def _read(self, line: socket.socket) -> Request | None:
-        request, streams, _, _ = socket.recv_fds(line, LONGEST, 3)
+        request, given, _, _ = socket.recv_fds(line, LONGEST, 3 + len(NAMESPACES))
+        streams, where = given[:3], given[3:]
         if not request:  # whoever waits for this fork is gone
             pid = self._lines.pop(line)
             line.close()
@@ -209,7 +215,9 @@ class Server:
             self.leave()
             for number, source in enumerate(streams):
                 os.dup2(source, number)
-        for each in streams:
+            for kind, entered in zip(NAMESPACES, where, strict=False):
+                enter(f"/proc/self/ns/{kind}", entered)
+        for each in given:
             os.close(each)
         return None if pid else tuple(json.loads(request))
 
@@ -234,6 +242,12 @@ class Server:
         for pid in filter(None, self._lines.values()):
             os.kill(pid, signal.SIGKILL)
         os._exit(0)
+
+
+def enter(own: str, other: int) -> None:
+    """Go over to another namespace, unless it is this process's."""
+    if os.stat(own).st_ino != os.fstat(other).st_ino and ctypes.CDLL(None, use_errno=True).setns(other, 0):
+        raise OSError(ctypes.get_errno(), f"cannot enter {own}")
 
 
 def become(command: list[str], environ: dict[str, str], cwd: str, python: str) -> None:
@@ -272,7 +286,7 @@ def open_door(folder: Path) -> socket.socket:
     door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     door.bind(str(folder / "socket"))
     door.listen(128)
-    scripts = {"python": PYTHON.format(python=sys.executable, socket=str(folder / "socket"))}
+    scripts = {"python": PYTHON.format(python=sys.executable, socket=str(folder / "socket"), namespaces=NAMESPACES)}
     scripts |= {name: f'#!/bin/sh\nexec "{folder}/python" -m {module} "$@"\n' for name, module in COMMANDS.items()}
     for name, script in scripts.items():
         (folder / name).write_text(script)

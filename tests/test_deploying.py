@@ -134,8 +134,8 @@ def test_mpi(clone: Path, mpi: str) -> None:
 
 
 @pytest.fixture
-def machines() -> Iterator[Machines]:
-    with Machines() as made:
+def machines(processes: Processes) -> Iterator[Machines]:
+    with Machines(processes.path()) as made:
         yield made
 
 
@@ -181,16 +181,19 @@ class TestSeveralMachines:
         worker = shell(lan["node2"], block("machines", 2), tmp_path)
         assert accuracies(outputs([server, worker])[1])[0] > 0.95
 
-    def test_over_ipv6(self, lan: dict[str, Machine], tmp_path: Path) -> None:
+    def test_over_ipv6(self, lan: dict[str, Machine], processes: Processes, tmp_path: Path) -> None:
+        for machine in lan.values():
+            machine.path = processes.path(bare=True)
         command = f"fleetrun --servers [fd77::1]:6170 --workers fd77::2 {TRAIN}"
         _, out = outputs([shell(lan[name], command, tmp_path) for name in ("node1", "node2")])
         assert "weight -5.0 row -2.5" in out or "weight -5.0 row -5.0" in out
 
     def test_a_server_behind_a_forwarded_port_whose_own_name_leads_home(
-        self, machines: Machines, tmp_path: Path
+        self, machines: Machines, processes: Processes, tmp_path: Path
     ) -> None:
         """The worker is in another network and knows the gateway alone; the server's name is 127.0.1.1 to itself."""
         server, gateway, worker = (machines.machine(name) for name in ("server", "gateway", "worker"))
+        server.path = worker.path = processes.path(bare=True)
         machines.connect(server, "inside", "10.78.0.2/24")
         machines.connect(gateway, "inside", "10.78.0.1/24")
         machines.connect(gateway, "outside", "10.79.0.1/24")

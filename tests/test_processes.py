@@ -53,9 +53,11 @@ class Processes:
         bare = TRAIN in command
         return self._add(self._prepared.start([*command], environ_with(variables), cwd, bare=bare))
 
-    def path(self) -> str:
+    def path(self, *, bare: bool = False) -> str:
         """A search path on which Python and its commands begin so too."""
-        return os.pathsep.join([str(self._prepared.commands()), str(Path(sys.executable).parent), os.environ["PATH"]])
+        return os.pathsep.join(
+            [str(self._prepared.commands(bare=bare)), str(Path(sys.executable).parent), os.environ["PATH"]]
+        )
 
     def python(self, *command: str, cwd: Path | None = None, **variables: str) -> Started:
         """A Python with a command line of its own."""
