@@ -15,8 +15,9 @@ from pathlib import Path
 
 import network_namespaces
 import pytest
-from harness import run_job
+from harness import run_job, until
 from patience import PROCESSES_S
+from prepared import Prepared
 from scripts import exact
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -32,7 +33,8 @@ def ip(*words: str) -> None:
 class Machines:
     """A server's and a worker's, on one bridge."""
 
-    def __init__(self) -> None:
+    def __init__(self, python: Path) -> None:
+        self._python = python
         self.deadline_s = 4.0  #: of silence; short enough to wait for it
         self._names = [f"fleet-{os.getpid()}-{what}" for what in ("bridge", "server", "worker")]
         self._started: list[subprocess.Popen[str]] = []
@@ -85,6 +87,10 @@ class Machines:
     def worker(self, *script: str, index: int = 0, workers: int = 1) -> subprocess.Popen[str]:
         return self._start(2, script, workers, TRAINING_ROLE="TRAINER", PADDLE_TRAINER_ID=str(index))
 
+    def no_worker_is_left(self) -> bool:
+        found = subprocess.run(["ip", "netns", "pids", self._names[2]], check=True, capture_output=True, timeout=30)
+        return not found.stdout
+
     def _start(self, machine: int, script: tuple[str, ...], workers: int, **variables: str) -> subprocess.Popen[str]:
         return self._run(
             self._names[machine],
@@ -99,7 +105,7 @@ class Machines:
 
     def _run(self, namespace: str, script: str, *arguments: str, **variables: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            ["ip", "netns", "exec", namespace, sys.executable, str(SCRIPTS / script), *arguments],
+            ["ip", "netns", "exec", namespace, str(self._python), str(SCRIPTS / script), *arguments],
             env={**os.environ, **variables},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -110,9 +116,9 @@ class Machines:
 
 
 @pytest.fixture
-def machines() -> Iterator[Machines]:
+def machines(prepared: Prepared) -> Iterator[Machines]:
     try:
-        with Machines() as made:
+        with Machines(prepared.commands(bare=True) / "python") as made:
             yield made
     except FileNotFoundError:
         pytest.skip("iproute2 is not installed")
@@ -161,6 +167,7 @@ def test_a_connection_of_which_only_one_end_is_left(machines: Machines) -> None:
     machines.cut()
     worker.send_signal(signal.SIGKILL)
     worker.wait()
+    until(machines.no_worker_is_left)
     machines.heal()
     worker = machines.worker("train.py", "again")
     code, out, err = ended(worker)
