@@ -7,7 +7,6 @@ import json
 import math
 import os
 import random
-import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -18,6 +17,8 @@ from typing import Any
 
 import pytest
 from patience import PATIENCE_S, PROCESSES_S
+from prepared import Prepared
+from test_processes import ended
 
 from fleet.base.cluster import Endpoint
 from fleet.launch import cli, plan_command, supervisor
@@ -482,25 +483,25 @@ def test_a_job_is_ended_once_it_is_enough(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_processes_are_started(tmp_path: Path) -> None:
+def test_processes_are_started(prepared: Prepared, tmp_path: Path) -> None:
     """With processes that leave records of steps as soon as they are started."""
     script = tmp_path / "train.py"
     paths = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
     script.write_text(textwrap.dedent(RECORDING.format(paths=paths)))
-    command = [sys.executable, "-m", "fleet", "plan", str(script), "--servers", "3", "--workers", "5"]
-    done = subprocess.run(command, cwd=paths[1], capture_output=True, text=True, timeout=PROCESSES_S, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[1].split()[:2] == ["3", "5"]
+    command = ["-m", "fleet", "plan", str(script), "--servers", "3", "--workers", "5"]
+    code, out, err = ended(prepared.start(command, os.environ, Path(paths[1])))
+    assert code == 0, err
+    assert out.splitlines()[1].split()[:2] == ["3", "5"]
 
 
 @pytest.mark.slow
-def test_a_real_script(tmp_path: Path) -> None:
+def test_a_real_script(prepared: Prepared, tmp_path: Path) -> None:
     """To the end, with the click model of the benchmarks: it is ended once it has shown enough."""
     root = Path(__file__).parent.parent
     script = root / "benchmarks" / "peers" / "clicks.py"
-    command = [sys.executable, "-m", "fleet", "plan", str(script), "--sample", "50", "--json", str(tmp_path / "told")]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=PROCESSES_S, check=False)
-    assert done.returncode == 0, done.stderr
+    command = ["-m", "fleet", "plan", str(script), "--sample", "50", "--json", str(tmp_path / "told")]
+    code, _, err = ended(prepared.start(command, os.environ, root))
+    assert code == 0, err
     one, two = json.loads((tmp_path / "told").read_text())["observed"]
     assert (one["servers"], one["workers"], two["servers"], two["workers"]) == (1, 1, 2, 2)
     for seen in (one, two):
