@@ -14,9 +14,9 @@ from fleet.plan.dispatch import DISPATCHERS
 from fleet.plan.slicing import block_sizes
 from fleet.plan.specs import DTYPES, JobSpec, ParamSpec
 
-#: What workers and servers say to each other. It goes into the fingerprint, so that those of releases that say it
-#: otherwise do not go on with each other.
-PROTOCOL = 3
+#: What workers, servers and followers say to each other. It goes into the fingerprint, so that those of releases that
+#: say it otherwise do not go on with each other.
+PROTOCOL = 4
 
 
 @dataclass(frozen=True)
