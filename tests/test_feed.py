@@ -34,6 +34,7 @@ from fleet.errors import (
     UnsupportedError,
 )
 from fleet.numeric.tensors import WireTensor
+from fleet.plan import plan
 from fleet.ps.server import feed
 from fleet.ps.server.service import Service
 from fleet.ps.table.change_log import ChangeLog
@@ -388,6 +389,22 @@ def test_another_job_at_the_same_servers_is_refused_by_name(change: str, told: s
         is_refused.set()
     other.join(threads)
     assert other.errors == {}
+
+
+def test_a_follower_of_another_release_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To be told to begin anew would lead it to the same end again, and nobody would hear why nothing comes."""
+    is_refused = threading.Event()
+    job = Job(trains(steps=3, after=lambda *_: is_refused.wait(PATIENCE_S)), 1, 2)
+    threads = job.start()
+    with closing(source_of(job)) as source:
+        until(lambda: source.next(0.2) is not None)
+        monkeypatch.setattr(plan, "PROTOCOL", plan.PROTOCOL + 1)
+        with closing(source_of(job)) as other, pytest.raises(PlanMismatchError, match=r"follower .* the same version"):
+            until(lambda: other.next(0.2) is not None)
+        is_refused.set()
+        monkeypatch.undo()
+    job.join(threads)
+    assert job.errors == {}
 
 
 def test_parameters_that_come_later_come_to_a_follower() -> None:

@@ -111,10 +111,10 @@ def check_same_job(endpoint: Endpoint, ours: str, job: Job, spec: JobSpec, hello
     return plan
 
 
-def check_fingerprint(endpoint: Endpoint, plan: Plan, theirs: str) -> None:
+def check_fingerprint(endpoint: Endpoint | str, plan: Plan, theirs: str, *, who: str = "worker") -> None:
     if plan.fingerprint != theirs:
         raise PlanMismatchError(
-            "worker and server plan differently",
+            f"{who} and server plan differently",
             where=str(endpoint),
             expected=plan.fingerprint[:12],
             got=theirs[:12],

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from fleet.base.clock import Clock
 from fleet.errors import FleetError, PlanMismatchError, UnsupportedError
 from fleet.numeric.tensors import WireTensor
+from fleet.ps.server.admission import check_fingerprint
 from fleet.ps.server.feed import Asked, Follower, Load, piece_of, rest_s
 from fleet.ps.server.job import Job
 from fleet.ps.server.job_end import JobEnd
@@ -68,9 +69,12 @@ class FeedRequests:
         self._refuse_if_failed()
         asks, now = arrival.request.changes, self._clock.now()
         each = None if job is None else job.feed.followers.get(arrival.request.incarnation)
-        if job is None or each is None or asks.fingerprint != job.plans.current.fingerprint:
+        if job is None or each is None or job.plans.had(asks.fingerprint):
             arrival.answer(pb.Reply(news=pb.News(lapsed=True)))
             return
+        # It was given this job's description, so one of its own release plans as this server does: to begin anew would
+        # lead another one here again.
+        check_fingerprint(job.where, job.plans.current, asks.fingerprint, who="follower")
         each.heard, each.asked = now, None
         shard = job.held()
         if not job.feed.accept(each, asks.since):

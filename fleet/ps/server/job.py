@@ -74,6 +74,10 @@ class Plans:
         plans = (self.current, *self.former)
         return next((plan for plan in plans if plan.spec.common == spec.common), None)
 
+    def had(self, fingerprint: str) -> bool:
+        """Say whether this is the fingerprint of a plan before further parameters joined."""
+        return any(plan.fingerprint == fingerprint for plan in self.former)
+
 
 @dataclass
 class Due:
