@@ -1507,20 +1507,24 @@ def speak_otherwise(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("journal_bytes", [1, 1 << 30], ids=["a snapshot", "a journal alone"])
+@pytest.mark.parametrize("has_tables", [True, False], ids=["tables", "none"])
 @pytest.mark.parametrize("otherwise", [place_otherwise, speak_otherwise])
 def test_state_of_another_version_is_refused(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     otherwise: Callable[[pytest.MonkeyPatch], None],
+    has_tables: bool,
     journal_bytes: int,
 ) -> None:
-    """A server that goes on would hold other blocks than what it finds, or read pushes that it does not understand."""
+    """A server that goes on would hold other blocks than what it finds, or read pushes that it does not understand, of
+    workers too that are still there."""
     config = DistributeTranspilerConfig()
     config.split_method, config.min_block_size = "HashName", 1
     root, copy = tmp_path / "state", tmp_path / "copy"
 
     def body(made: Fleet, index: int) -> None:
-        model = torch.nn.Sequential(torch.nn.Embedding(9, 8, sparse=True), torch.nn.Linear(8, 8))
+        table = torch.nn.Embedding(9, 8, sparse=has_tables)
+        model = torch.nn.Sequential(table, torch.nn.Linear(8, 8))
         optimizer = made.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), config, model=model)
         made.init_worker()
         optimizer.minimize(model(torch.ones(1, dtype=torch.int64)).sum())

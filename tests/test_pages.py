@@ -316,6 +316,19 @@ def test_every_file_is_there() -> None:
     assert missing == []
 
 
+def test_every_test_is_there() -> None:
+    """`test_x.py::test_y`, or `::test_z` behind one, which is of the same file."""
+    missing = set()
+    for page, text in PAGES.items():
+        for line in text.splitlines():
+            file = ""
+            for named, test in re.findall(r"(test_\w+\.py)?::(test_\w+)", line):
+                file = named or file
+                if not re.search(rf"^def {test}\(", (ROOT / "tests" / file).read_text(), re.MULTILINE):
+                    missing.add((page, file, test))
+    assert missing == set()
+
+
 def test_every_option_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     """Of commands of the package, and of scripts of the repository, wherever they are written."""
     asked: dict[str, set[str]] = {}

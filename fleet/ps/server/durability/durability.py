@@ -467,7 +467,7 @@ class Durability:
         # Versions that noted no placement dealt as this one does, where they did not hash.
         if state.get("placement", placement if spec.settings.split_method == "RoundRobin" else None) != placement:
             raise _of_another_version(self.directory)
-        if spec.tables and state.get("protocol") != PROTOCOL:  # the journal has pushes as they were said then
+        if state.get("protocol") != PROTOCOL:  # workers go on as they spoke then, and so does the journal
             raise _of_another_version(self.directory)
         shard = restore(job, state, self._directory.pieces(), self._clock.now(), make_shard)
         epoch = shard.history.next_epoch()
