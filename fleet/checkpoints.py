@@ -172,6 +172,7 @@ class Checkpoints:
         #: the step of what was saved last, and its id
         self._last: tuple[int, str] | None = None
         self._knows_of_others = False
+        self._is_used = False
         self._give_notice()
 
     @staticmethod
@@ -188,6 +189,7 @@ class Checkpoints:
         """Save a checkpoint if it is time. It does not wait for one that is still being written: the next begins after
         that. If an earlier one failed behind the training, the failure is raised here."""
         self._refuse_closed("after_step()")
+        self._is_used = True
         if not self._saves:
             wanted = None if self._state is None else self._states.wanted
             if wanted is not None:
@@ -222,6 +224,7 @@ class Checkpoints:
         written has to be done within ``within_s`` seconds."""
         self._refuse_closed("save()")
         checks.seconds("within_s", within_s)  # before the call counts, which others make too
+        self._is_used = True
         wanted = self._states.name_of_call("Checkpoints.save()")
         if self._saves:
             self._finish(within_s)
@@ -235,6 +238,7 @@ class Checkpoints:
         if self._closed:
             return
         checks.seconds("within_s", within_s)
+        self._look_whether_used()
         wanted = self._states.name_of_call("Checkpoints.close()")
         if not self._saves and self._state is not None:
             self._states.give(wanted, self._own(), last=True)
@@ -254,6 +258,22 @@ class Checkpoints:
         if error is None:
             self.close()
         self._closed = True  # after an error the others wait to hear of it
+
+    def _look_whether_used(self) -> None:
+        """Warn of checkpoints that were due and never saved, as the loop does not say when a step is over."""
+        if self._is_used or not self._saves:
+            return
+        try:
+            steps = self._job.steps_taken("Checkpoints.close()")
+        except FleetError:  # the job is over
+            return
+        if self._schedule.is_due(steps, self._clock.now()):
+            _log.warning(
+                "nothing was saved into %s, and the job is at step %d: after_step() was never called. Call it after "
+                "every step, on every worker",
+                self._root.url,
+                steps,
+            )
 
     # ---------------------------------------------------------------- one checkpoint
 

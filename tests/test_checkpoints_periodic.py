@@ -487,6 +487,24 @@ def test_another_job_that_saves_to_the_same_root_is_told_of(
     assert all(told in each and "the checkpoint of step 1 in" in each for each in warned)
 
 
+@pytest.mark.parametrize(("every", "calls", "warns"), [(2, False, True), (9, False, False), (2, True, False)])
+def test_a_loop_that_never_says_that_a_step_is_over_is_told_of(
+    every: int, calls: bool, warns: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def body(job: Fleet, worker: int) -> None:
+        model, optimizer = join(job, "sync")
+        with Checkpoints(tmp_path, every_steps=every, fleet=job) as checkpoints:
+            for step in range(4):
+                train(model, optimizer, [step])
+                if calls:
+                    checkpoints.after_step()
+
+    with caplog.at_level(logging.WARNING, "fleet.checkpoint"):
+        run_job(body, 2, 1)
+    warned = [each for each in caplog.messages if "at step 4: after_step() was never called" in each]
+    assert len(warned) == warns, "by the first worker"
+
+
 def test_the_latest_is_one_that_is_complete(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert Checkpoints.latest(tmp_path / "none") is None
     run_job(lambda job, worker: stepped(job, "sync", 3, tmp_path, every_steps=1, full_every=2) and None, 1, 1)
