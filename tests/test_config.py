@@ -15,6 +15,7 @@ from fleet.errors import ArgumentTypeError, ConfigurationError, FleetError
 from fleet.plan.plan import make_plan
 from fleet.plan.specs import JobSpec, PlanSettings
 from fleet.ps.consistency import MODES
+from fleet.strategy.collective import DistributedStrategy, as_collective
 from fleet.strategy.parameter_server import Strategy, StrategyFactory, as_strategy
 from fleet.transpiler import DistributeTranspilerConfig, HashName, RoundRobin
 
@@ -270,6 +271,16 @@ def test_later_changes_of_the_configuration_do_not_reach_the_strategy() -> None:
 def test_anything_else_is_a_type_error(given: object) -> None:
     with pytest.raises(TypeError, match=r"strategy is of the wrong type; expected None, a DistributeTranspilerConfig"):
         as_strategy(given)
+
+
+def test_a_strategy_of_the_other_kind_of_job_says_so() -> None:
+    """A script is started the other way: the strategy is what it names, and the start is what is to be changed."""
+    with pytest.raises(
+        ArgumentTypeError, match=r"got DistributedStrategy.* this job has parameter servers: start it with"
+    ):
+        as_strategy(DistributedStrategy())
+    with pytest.raises(ArgumentTypeError, match=r"got Strategy.* this job has none: start it with some"):
+        as_collective(StrategyFactory.create_sync_strategy())
 
 
 @pytest.mark.parametrize("relaxed", ["half_async", "geo_sgd_mode", "enable_dc_asgd"])

@@ -17,7 +17,7 @@ from patience import PATIENCE_S
 from prepared import Prepared
 
 import fleet
-from fleet.base.pointers import NAMES, OF_A_PROGRAM, OF_A_TRAINER
+from fleet.base.pointers import NAMES, OF_A_PROGRAM, OF_A_TRAINER, OF_ROLE_MAKERS
 from fleet.errors import ArgumentTypeError, NotInitializedError, UnknownNameError
 
 NEEDS_NO_INIT = {
@@ -133,8 +133,27 @@ def test_a_name_of_the_source_documents_has_a_pointer(owner: str, name: str) -> 
     assert name not in dir(fleet)
 
 
+@pytest.mark.parametrize("page", ["paddle-fluid", "paddle-2"])
+def test_every_name_that_is_to_be_replaced_has_a_pointer(page: str) -> None:
+    """Who moves a script over meets the names before the page."""
+    text = Path(__file__).parent.parent.joinpath("docs", "migrating", f"{page}.md").read_text()
+    theirs = " ".join(line.split("|")[1] for line in text.splitlines() if line.startswith("|"))
+    theirs = re.sub(r"`(from|import) .*?`", "", theirs)
+    named = {(module, name) for module, name in re.findall(r"\b(fleet|role_maker)\.(\w+)", theirs)}
+    assert ("fleet", "init") in named
+    without = set()
+    for module, name in named:
+        try:
+            getattr(fleet if module == "fleet" else fleet.role_maker, name)
+        except UnknownNameError:
+            pass
+        except AttributeError:
+            without.add(name)
+    assert without == set()
+
+
 def test_what_pointers_point_at_is_there() -> None:
-    for todo in {*NAMES.values(), *OF_A_TRAINER.values(), *OF_A_PROGRAM.values()}:
+    for todo in {*NAMES.values(), *OF_A_TRAINER.values(), *OF_A_PROGRAM.values(), *OF_ROLE_MAKERS.values()}:
         for path in re.findall(r"fleet((?:\.\w+)+)", todo):
             place: Any = fleet
             for part in path.split(".")[1:]:

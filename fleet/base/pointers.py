@@ -84,8 +84,28 @@ NAMES: Mapping[str, str] = {
     "node_num": "Take fleet.worker_num() and fleet.server_num().",
     "barrier": "It is fleet.barrier_worker().",
     **dict.fromkeys(("all_reduce", "all_gather"), "Call fleet.all_reduce_worker(input, op=…), or fleet.metrics."),
+    "util": "Take fleet.split_files(files), fleet.all_reduce_worker(value, op=…) and fleet.barrier_worker().",
+    **dict.fromkeys(
+        ("shrink_sparse_table", "shrink_dense_table"),
+        "It is fleet.shrink(); which rows leave is said by evict= of each fleet.nn.Embedding.",
+    ),
+    **dict.fromkeys(
+        ("load_one_table", "clear_model", "clear_one_table"),
+        "Call fleet.load_persistables(dirname), which replaces the whole model; `fleet checkpoint export DIR OUT "
+        "--table NAME` writes the rows of one table.",
+    ),
+    **dict.fromkeys(
+        ("save_cache_model", "save_cache_table"),
+        "There are no cached tables: predictors ask replicas, as fleet.serving.RemoteModel does.",
+    ),
     "distributed_model": "The model stays as it is: fleet.distributed_optimizer(optimizer, model=model) is all.",
     "UserDefinedOptimizer": "Wrap a torch.optim optimizer with fleet.distributed_optimizer(optimizer, model=model).",
+}
+
+#: Of ``fleet.role_maker``.
+OF_ROLE_MAKERS: Mapping[str, str] = {
+    "GeneralRoleMaker": "Write PaddleCloudRoleMaker(), or nothing: fleet.init() reads the same variables, and there is "
+    "no Gloo to set up among workers.",
 }
 
 _BATCHES = (

@@ -242,10 +242,16 @@ def as_collective(given: object) -> DistributedStrategy:
     elif isinstance(given, DistributedStrategy):
         strategy = DistributedStrategy(**given.__dict__)  # what the user sets later comes too late
     else:
+        from fleet.strategy.parameter_server import Strategy
+
         raise ArgumentTypeError(
             "strategy is of the wrong type for a collective job",
             expected="None, a fleet.collective.DistributedStrategy, or a DistributeTranspilerConfig in nccl2 mode",
             got=type(given).__name__,
+            todo="That is one of jobs with parameter servers, and this job has none: start it with some, as "
+            "docs/doors.md shows, or leave the strategy out."
+            if isinstance(given, Strategy)
+            else None,
         )
     _refuse_contradictions(strategy)
     return strategy

@@ -9,6 +9,7 @@ from fleet.base import checks
 from fleet.errors import ArgumentTypeError, ConfigurationError
 from fleet.plan.config import DistributeTranspilerConfig
 from fleet.plan.specs import ALL_REDUCE, DENSE, MOST_PROCESSES, SERVERS, WIRE_DTYPES
+from fleet.strategy.collective import DistributedStrategy
 
 #: An update that no job comes to.
 _NEVER = (1 << 63) - 1
@@ -339,6 +340,10 @@ def as_strategy(given: object) -> Strategy:
         "strategy is of the wrong type",
         expected="None, a DistributeTranspilerConfig, or what a fleet.StrategyFactory method returns",
         got=type(given).__name__,
+        todo="That is one of collective jobs, and this job has parameter servers: start it without any, as "
+        "docs/collective.md shows, or leave the strategy out."
+        if isinstance(given, DistributedStrategy)
+        else None,
     )
 
 
