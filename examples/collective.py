@@ -51,7 +51,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"  # of several, fleet.init() has chosen this worker's
     model = network().to(device)
     strategy = DistributedStrategy()
-    if options.local_sgd:
+    if options.local_sgd is not None:
         strategy.local_sgd = LocalSGD(k_steps=options.local_sgd, begin_step=10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     optimizer = fleet.distributed_optimizer(optimizer, strategy, model=model)

@@ -54,6 +54,15 @@ def test_flight_delays_in_every_mode(processes: Processes, tmp_path: Path) -> No
 
 @pytest.mark.slow
 @patient
+def test_local_sgd_that_never_averages_is_refused(processes: Processes, tmp_path: Path) -> None:
+    pytest.importorskip("sklearn", reason="the example's data come with the extra 'examples'")
+    script = str(EXAMPLES / "collective.py")
+    told = fleetrun(processes, tmp_path, "--worker_num", "1", script, "--local_sgd", "0", code=1)
+    assert "k_steps is out of range" in told
+
+
+@pytest.mark.slow
+@patient
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts what is allocated on Linux alone")
 def test_a_huge_table_needs_several_servers(processes: Processes, tmp_path: Path) -> None:
     script = str(EXAMPLES / "huge_table.py")
