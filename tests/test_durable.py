@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -29,7 +30,8 @@ from fleet.base.clock import SystemClock
 from fleet.base.cluster import Endpoint
 from fleet.base.settings import ProcessSettings
 from fleet.checkpoint.places import Directory
-from fleet.errors import CheckpointError, ConfigurationError, DeadlineError, ServerLostError
+from fleet.errors import CheckpointError, ConfigurationError, DeadlineError, ProtocolError, ServerLostError
+from fleet.plan.specs import JobSpec
 from fleet.ps.consistency.policy import Policy
 from fleet.ps.server import checkpoint_reader
 from fleet.ps.server.checkpoint_share import write_pieces
@@ -1546,8 +1548,11 @@ def test_state_of_another_version_is_refused(
         run_job(body, 1, 2, environ={**PATIENT, "FLEET_DURABLE_DIR": str(root)})
         started_again(copy, "server0:1").close()
     for endpoint in ("server0:1", "server1:1"):
-        with pytest.raises(ConfigurationError, match=r"gave servers other parts of the parameters; at .*copy"):
-            started_again(copy, endpoint)
+        with monkeypatch.context() as after:
+            if otherwise is speak_otherwise and journal_bytes == 1:  # a later one's description may have more in it
+                after.setattr(JobSpec, "from_json", Mock(side_effect=ProtocolError("wrong fields")))
+            with pytest.raises(ConfigurationError, match=r"gave servers other parts of the parameters; at .*copy"):
+                started_again(copy, endpoint)
 
 
 def started_again(directory: Path, endpoint: str) -> Service:

@@ -460,14 +460,15 @@ class Durability:
         if self._directory.snapshot is None:
             return
         state = self._directory.snapshot.state
+        # Workers go on as they spoke then, and so does the journal. What a later one says may not even be readable.
+        if state.get("protocol") != PROTOCOL:
+            raise _of_another_version(self.directory)
         spec = JobSpec.from_json(state["spec"])
         most_bytes = self._settings.security.max_message_bytes
         job = new_job(spec, state["job_id"], self._where, most_bytes, self._settings.rpc_deadline_s)
         placement = job.plans.current.placement
         # Versions that noted no placement dealt as this one does, where they did not hash.
         if state.get("placement", placement if spec.settings.split_method == "RoundRobin" else None) != placement:
-            raise _of_another_version(self.directory)
-        if state.get("protocol") != PROTOCOL:  # workers go on as they spoke then, and so does the journal
             raise _of_another_version(self.directory)
         shard = restore(job, state, self._directory.pieces(), self._clock.now(), make_shard)
         epoch = shard.history.next_epoch()
