@@ -414,7 +414,7 @@ def test_who_brings_values_of_later_parameters_is_lost() -> None:
 
     job = Job(body, 2, 2, environ=SOON)
     job.join(job.start())
-    assert "worker 0 left before it had sent the initial values" in str(job.errors["worker 1"])
+    assert "worker 0 fell silent before it had sent the initial values" in str(job.errors["worker 1"])
 
 
 def test_a_worker_that_comes_back_and_lacks_parameters_is_told(tmp_path: Path) -> None:

@@ -8,10 +8,12 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from faults import Action, Fault, FaultyNetwork
+from fuzz import ENDPOINT, requests
 from harness import PATIENT, SOON, Job, run_job, until
 from inside import connections, description_of, flush, lose_steps
 from small_job import join as join_small
@@ -20,6 +22,7 @@ from small_job import train
 import fleet.nn
 from fleet import Fleet
 from fleet.base.cluster import Endpoint
+from fleet.base.settings import ProcessSettings
 from fleet.errors import (
     DeadlineError,
     FleetError,
@@ -35,6 +38,7 @@ from fleet.errors import (
 from fleet.numeric.tensors import WireTensor
 from fleet.plan.plan import make_plan
 from fleet.plan.specs import GroupSpec, JobSpec, PlanSettings
+from fleet.ps.server.service import Service
 from fleet.ps.table.memory_store import MemoryStore
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
@@ -337,6 +341,32 @@ def test_a_worker_that_never_comes(caplog: pytest.LogCaptureFixture) -> None:
         assert any(message.startswith(told) for message in caplog.messages), told
     assert "worker 1 did not say hello" in str(job.errors["worker 0"])
     assert "worker 1 did not say hello" in str(job.errors["server 0"])
+
+
+@pytest.mark.parametrize(
+    ("leaves", "told"),
+    [
+        (False, r"worker 0 fell silent before .* initial values; at .*; expected a sign .*; got none for .* s\. See "),
+        (True, r"worker 0 left before it had sent the initial values; at .*\. Look at its output"),
+    ],
+    ids=["silent", "left"],
+)
+def test_worker_0_is_gone_before_anybody_has_values(leaves: bool, told: str, caplog: pytest.LogCaptureFixture) -> None:
+    """One whose machine froze has not left, and its script did not end."""
+    clock = Mock(now=Mock(return_value=0.0))
+    service = Service(ENDPOINT, ProcessSettings.read(PATIENT), clock)
+    replies: list[Frame] = []
+    for worker in (0, 1):
+        given, _ = requests("sync", 1)["hello"]
+        service.handle(Frame(pb.Request(worker=worker, incarnation=worker + 1, **given)), replies.append)  # type: ignore[arg-type]
+    if leaves:
+        service.handle(Frame(pb.Request(worker=0, incarnation=1, bye=pb.Bye())), replies.append)
+    else:
+        clock.now.return_value = 1e4
+        service.tick()
+    with pytest.raises(JobAbortedError, match=told):
+        service.handle(Frame(pb.Request(worker=1, incarnation=2, beat=pb.Beat())), replies.append)
+    assert not any("worker 0 " in message and "go on without it" in message for message in caplog.messages)
 
 
 def test_two_workers_with_one_index() -> None:

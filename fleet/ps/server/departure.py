@@ -73,23 +73,31 @@ class Departure:
             elif job.plans.current.spec.settings.needs_all_workers:
                 self._end.fail(self._was_needed(effect), job, outbox)
             else:
-                text = "%s: worker %d was silent for %.1f s and is given up on; the others go on without it"
-                _log.warning(text, self._where, effect.worker, effect.silent_s)
-                self.lose(job, effect.worker, outbox)
+                text = "%s: worker %d was silent for %.1f s and is given up on; %s"
+                what_follows = "the job ends" if _brings_values(job, effect.worker) else "the others go on without it"
+                _log.warning(text, self._where, effect.worker, effect.silent_s, what_follows)
+                self.lose(job, effect.worker, outbox, effect.silent_s)
 
-    def lose(self, job: Job, worker: int, outbox: Outbox) -> None:
-        """Give up on a worker."""
+    def lose(self, job: Job, worker: int, outbox: Outbox, silent_s: float | None = None) -> None:
+        """Give up on a worker; ``silent_s`` is how long it was silent, as far as that is known."""
         if self._durability is not None:
             try:
                 self._durability.note_lost(job, worker, outbox)
             except JobAbortedError:  # everybody hears of it
                 return
         self._members.lose(worker)
-        self._departed(job, worker, outbox)
+        if _brings_values(job, worker):
+            self._end.fail(self._fell_silent(silent_s), job, outbox)
+        else:
+            self._departed(job, worker, outbox)
 
     def _departed(self, job: Job, worker: int, outbox: Outbox) -> None:
-        if worker == 0 and (job.plans.growing or not job.initialized):
-            error = JobAbortedError("worker 0 left before it had sent the initial values")
+        if _brings_values(job, worker):
+            error = JobAbortedError(
+                "worker 0 left before it had sent the initial values",
+                where=self._where,
+                todo="Look at its output, as its script ended early, and start the job again.",
+            )
             self._end.fail(error, job, outbox)
             return
         job.drop(worker, outbox)
@@ -97,6 +105,16 @@ class Departure:
         self._steps.answer(job, job.reductions.leave(worker), worker, outbox)
         if self._members.is_finished and not self._end.over:
             self._end.end()
+
+    def _fell_silent(self, silent_s: float | None) -> FleetError:
+        return JobAbortedError(
+            "worker 0 fell silent before it had sent the initial values",
+            where=self._where,
+            expected=f"a sign of life every {self._settings.heartbeat_s:g} s, and in "
+            f"{self._settings.rpc_deadline_s:g} s at the latest (FLAGS_rpc_deadline)",
+            got=None if silent_s is None else f"none for {silent_s:.1f} s",
+            todo="See what it says last in its log, and whether its machine was too busy; then start the job again.",
+        )
 
     def _was_needed(self, effect: Lost) -> FleetError:
         return JobAbortedError(
@@ -134,3 +152,8 @@ class Departure:
             got="; ".join(effect.refusals) or None,
             todo="Start every worker, and let them reach every server.",
         )
+
+
+def _brings_values(job: Job, worker: int) -> bool:
+    """Say whether the others wait for values that this worker alone brings."""
+    return worker == 0 and (job.plans.growing or not job.initialized)
