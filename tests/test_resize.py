@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -2203,9 +2204,11 @@ def test_a_server_that_is_drained_ends_and_the_job_goes_on(numbers: list[int]) -
 class Joiner:
     """Is a server with no list but that of those whose job it joins, on a thread."""
 
-    def __init__(self, job: Resized, name: str, joins: Sequence[str]) -> None:
+    failure: FleetError | None = None
+
+    def __init__(self, job: Resized, name: str, joins: Sequence[str], **environ: str) -> None:
         self.is_ready = threading.Event()
-        settings = ProcessSettings.read({**BEATING, "FLEET_DRAIN": "1"})
+        settings = ProcessSettings.read({**BEATING, "FLEET_DRAIN": "1", **environ})
         endpoint, others = Endpoint.parse(name), [Endpoint.parse(each) for each in joins]
         self.runtime = ServerRuntime(endpoint, job.network, settings, SystemClock(), joins=others, report=self.report)
         self.thread = threading.Thread(target=self.serve, name=f"job-join-{name}", daemon=True)
@@ -2215,8 +2218,10 @@ class Joiner:
         self.is_ready.set() if is_ready else self.is_ready.clear()
 
     def serve(self) -> None:
-        with contextlib.suppress(JobAbortedError):  # the tests look at the workers
+        try:
             self.runtime.run()
+        except (JobAbortedError, DeadlineError) as error:  # the tests look at the workers
+            self.failure = error
 
 
 @pytest.mark.slow
@@ -2322,6 +2327,30 @@ def test_a_job_that_does_not_take_a_server_in_says_why(
         job.join(threads)
         job.service("server1:1").stop("nobody has moved here")
         joiner.thread.join(PATIENCE_S)
+
+
+def test_a_server_that_a_job_never_takes_in_ends_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one of another release, which is refused as soon as it is to get ready."""
+
+    def refused(*_: object) -> None:
+        raise PlanMismatchError("worker and server plan differently", todo="Install one version.")
+
+    monkeypatch.setattr(runtime, "ASKS_S", 0.3)
+    monkeypatch.setattr("fleet.ps.server.staging.check_fingerprint", refused)
+    ends = threading.Event()
+    job = Resized(steps_until(ends), [0], [0], environ=BEATING)
+    threads = job.start()
+    until(lambda: job.service("server0:1") is not None)
+    until(lambda: job.service("server0:1").job is not None)
+    joiner = Joiner(job, "server1:1", ["server0:1"], FLEET_STARTUP_DEADLINE_S="4")
+    try:
+        joiner.thread.join(PATIENCE_S)
+        told = r"the job has not taken this server in; .* within 4 s .*plan differently.* one version\. Mend that"
+        assert re.search(told, str(joiner.failure))
+    finally:
+        ends.set()
+        job.join(threads)
+    assert "worker 0" not in job.errors
 
 
 @pytest.mark.parametrize("why", ["it is the only one", "the move is refused"])

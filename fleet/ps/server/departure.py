@@ -41,6 +41,8 @@ class Departure:
         self._durability = durability
         self._steps = steps
         self._began_at = clock.now()
+        #: why a job that this server asked for a share has not given it one
+        self.not_taken_in = ""
 
     def await_the_first(self) -> None:
         """Count the time for the first worker from now on."""
@@ -127,6 +129,14 @@ class Departure:
 
     def _nobody_came(self) -> FleetError:
         where, within_s = self._where, self._settings.startup_deadline_s
+        if self.not_taken_in:
+            return DeadlineError(
+                "the job has not taken this server in",
+                where=where,
+                expected=f"a share of it within {within_s:g} s (FLEET_STARTUP_DEADLINE_S)",
+                got=self.not_taken_in.rstrip("."),
+                todo="Mend that and start this server again.",
+            )
         refusals = self._members.refusals
         if refusals:
             return DeadlineError(

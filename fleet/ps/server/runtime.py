@@ -191,6 +191,7 @@ class Joining:
             return
         began = clock.now()
         is_awaited = self._is_awaited(network)
+        service.not_taken_in(self._refusal)
         # One that takes all the time to say nothing may have a job; one that is not there says so at once.
         is_silent = not is_awaited and clock.now() - began > 0.9 * ASKS_S
         self._silences = self._silences + 1 if is_silent else 0

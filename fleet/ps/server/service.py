@@ -344,6 +344,10 @@ class Service:
         """Expect workers from now on: time passes."""
         self._departure.await_the_first()
 
+    def not_taken_in(self, reason: str) -> None:
+        """Note why a job that this server asked for a share has not given it one; empty: it may yet."""
+        self._departure.not_taken_in = reason
+
     def tick(self) -> None:
         """Let time pass."""
         now = self._clock.now()
