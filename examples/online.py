@@ -23,6 +23,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 PARTS = Path(__file__).resolve().parent / "online"
+REDIS = ("redis://", "rediss://", "unix://")
 
 
 def free_ports(count: int) -> list[int]:
@@ -37,10 +38,14 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="how long visitors come; else for ever")
     parser.add_argument("--redis", help="redis://host:port, in place of a file")
     given = parser.parse_args()
+    if given.redis is not None and not given.redis.startswith(REDIS):  # it would be the name of a file
+        parser.error(f"argument --redis: it begins with one of {', '.join(REDIS)}, and not {given.redis!r}")
+    if not given.seconds > 0:
+        parser.error(f"argument --seconds: a number above zero, and not {given.seconds:g}")
     try:
         socket.create_server(("127.0.0.1", given.port)).close()
-    except OSError as error:
-        sys.exit(f"the page cannot be at port {given.port}: {error}. Choose another with --port.")
+    except (OSError, OverflowError) as error:  # a number that is no port is the latter
+        sys.exit(f"the page cannot be at port {given.port}: {str(error).rstrip('.')}. Choose another with --port.")
     *ports, port = *free_ports(2), given.port or free_ports(1)[0]
     servers = ",".join(f"127.0.0.1:{each}" for each in ports)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as started:

@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -41,6 +42,25 @@ REDIS = shutil.which("redis-server")
 
 def all_of(reader: Iterator[list[str]]) -> list[str]:
     return [line for lines in reader for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "told"),
+    [
+        ("--redis", "localhost:6379", "begins with one of redis://.* not 'localhost:6379'"),
+        ("--seconds", "-5", "a number above zero, and not -5"),
+        ("--port", "99999", r"cannot be at port 99999: .*[^.]\. Choose another"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_before_anything_starts(
+    option: str, value: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is no address of Redis was the name of a file, in the working directory."""
+    monkeypatch.setattr(sys, "argv", [EXAMPLE, option, value])
+    monkeypatch.setattr(subprocess, "Popen", None)
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_path(EXAMPLE, run_name="__main__")
+    assert re.search(told, f"{caught.value.code} {capsys.readouterr().err}")
 
 
 def test_readers_of_a_file_have_each_line_once_as_it_comes(tmp_path: Path) -> None:
