@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 
@@ -116,6 +117,19 @@ class TableWeight(torch.nn.Parameter):
 
     def __format__(self, spec: str) -> str:
         return format(repr(self), spec)
+
+
+def _not_shared(shared: TableWeight | RowGradient) -> NoReturn:
+    """Refuse to share with another process what would be memory of this one, and lies on the servers."""
+    name = (table_of(shared) if isinstance(shared, TableWeight) else shared._table).name
+    raise UnsupportedError(
+        f"the rows of {name!r} cannot be shared with another process: they live on the servers",
+        todo="Start that process with fork, or send it model.state_dict() or what it looks up.",
+    )
+
+
+for _kind in (TableWeight, RowGradient):
+    ForkingPickler.register(_kind, _not_shared)
 
 
 def hollow(weight: torch.nn.Parameter, rows: int | None, dtype: torch.dtype, device: torch.device) -> None:

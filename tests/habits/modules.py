@@ -832,6 +832,23 @@ def _(s: Script) -> None:
     ForkingPickler.dumps(s.model)
 
 
+@refused(
+    "`torch.multiprocessing`: a table's weight, or its `nn.Embedding`, sent to another process", "cannot be shared"
+)
+def _(s: Script) -> None:
+    from multiprocessing.reduction import ForkingPickler
+
+    ForkingPickler.dumps(s.table)
+
+
+@refused("`torch.multiprocessing`: the gradient of a table sent to another process", "cannot be shared")
+def _(s: Script) -> None:
+    from multiprocessing.reduction import ForkingPickler
+
+    s.backward()
+    ForkingPickler.dumps(s.table.weight.grad)
+
+
 def world_of_one() -> None:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 
