@@ -14,16 +14,19 @@ from typing import Any
 import pytest
 import torch
 from faults import Action, Fault, FaultyNetwork
-from harness import run_job, values
+from harness import run_job, until, values
 from inside import under_way
 from test_geo import Watched
 
 import fleet.nn
 from fleet import Fleet, StrategyFactory
+from fleet.base.cluster import Endpoint
 from fleet.errors import ArgumentTypeError, ConfigurationError, IdOutOfRangeError, NotInitializedError
+from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.grpc_client import GrpcCall
 from fleet.ps.wire.grpc_server import GrpcNetwork
 from fleet.ps.wire.loopback import LoopbackNetwork
+from fleet.ps.wire.transport import Handler, Respond
 from fleet.ps.worker.prefetch import Depth
 from fleet.strategy.parameter_server import Strategy
 
@@ -204,6 +207,56 @@ def test_leaving_the_loop_early_leaves_nothing_behind() -> None:
         return table(torch.tensor([4])).item()
 
     assert run_job(body, 2, 2) == [-2.0, -2.0]
+
+
+class Meanwhile(LoopbackNetwork):
+    """Does something once, amid a call that asks servers for rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.work: list[Callable[[], None]] = []
+
+    def listen(self, endpoint: Endpoint, handler: Handler) -> Any:
+        def handle(frame: Frame, respond: Respond) -> None:
+            if frame.message.WhichOneof("kind") == "pull" and self.work:
+                self.work.pop()()
+            handler(frame, respond)
+
+        return super().listen(endpoint, handle)
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+@pytest.mark.parametrize("by", ["another thread", "the same thread"])
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_one_that_is_left_to_the_collector_of_garbage_waits_for_no_call(mode: str, by: str, device: str | None) -> None:
+    """That works on any thread and in the middle of any call, of whose end the thread may be a condition."""
+    network = Meanwhile()
+    strategy = getattr(StrategyFactory, f"create_{mode}_strategy")()
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        table = fleet.nn.Embedding(9, 1, initializer="zeros")
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD(table.parameters(), lr=1.0), strategy)
+        fleet_.init_worker()
+        data = [torch.tensor([number]) for number in range(4)]
+        left = [fleet_.prefetch(data, lambda ids: {table: ids}, device=device)]
+        optimizer.minimize(table(next(left[0])).sum())
+        assert any(under_way(fleet_))
+
+        def collect() -> None:
+            thread = threading.Thread(target=left.clear)
+            thread.start()
+            thread.join(20)
+            assert not thread.is_alive(), "it waits for a call that may wait for it"
+
+        network.work.append(collect if by == "another thread" else left.clear)
+        for ids in fleet_.prefetch(data[1:], lambda ids: {table: ids}, device=device):
+            optimizer.minimize(table(ids).sum())
+        assert table.weight.sum().item() == -4
+        assert not left
+        assert not any(under_way(fleet_))
+
+    run_job(body, 1, 2, network=network)
+    until(lambda: not any(each.name == "fleet-look-ahead" for each in threading.enumerate()))
 
 
 def test_an_evaluation_in_between_reads_what_it_would() -> None:

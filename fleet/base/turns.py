@@ -24,6 +24,7 @@ class Turns:
 
     def __init__(self) -> None:
         self._turn = threading.RLock()
+        self._depth = 0  #: how many calls are in it, each in the one before
         # Not the turn of all calls: while one thread waits for the other workers, another may have to train for them.
         self._meeting = threading.RLock()
         self._process = os.getpid()
@@ -32,9 +33,21 @@ class Turns:
     def __enter__(self) -> None:
         self.refuse_fork("this call")  # a thread that the fork does not have may have the turn for good
         self._turn.__enter__()
+        self._depth += 1
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._depth -= 1
         self._turn.__exit__(kind, error, at)
+
+    @contextmanager
+    def if_free(self) -> Iterator[bool]:
+        """Take a turn if no call is under way, this thread's own included; tell whether it was taken."""
+        has_turn = self._turn.acquire(blocking=False)
+        try:
+            yield has_turn and not self._depth
+        finally:
+            if has_turn:
+                self._turn.release()
 
     def train(self) -> None:
         """Note that the calling thread takes a step."""

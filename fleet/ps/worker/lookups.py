@@ -268,6 +268,7 @@ class RowReader:
         self.read_at: Readings = {}
         self._read_before: Readings = {}
         self._offered: Mapping[int, Prefetched] = {}
+        self._offered_by: object = None
         self._predicted_here = PerThread[Mapping[int, Prefetched]]()
         #: how often rows were dropped because the servers had other values
         self.replaced = 0
@@ -527,10 +528,15 @@ class RowReader:
             for each in of_handle.values():
                 each.foreseen = foreseen
 
-    def offer(self, ahead: Mapping[int, Prefetched]) -> None:
+    def offer(self, ahead: Mapping[int, Prefetched], by: object) -> None:
         """Let forwards use this from now on, and nothing that was offered before."""
         self.abandon(self._offered)
-        self._offered = ahead
+        self._offered, self._offered_by = ahead, by
+
+    def withdraw(self, by: object) -> None:
+        """Offer nothing any more that was offered ``by`` this."""
+        if self._offered_by is by:
+            self.offer({}, None)
 
     def abandon(self, ahead: Mapping[int, Prefetched]) -> None:
         """Give up what no forward will use."""

@@ -140,6 +140,13 @@ def _fetched(
     coming = _Coming(worker, batches, lookup)
     waits, began_s = worker.figures.pull, worker.now()
     queue: deque[tuple[Batch, Mapping[int, Prefetched]]] = deque()
+    me, thread = object(), threading.get_ident()
+
+    def give_up() -> None:
+        worker.rows.withdraw(me)
+        for _, ahead in queue:
+            worker.rows.abandon(ahead)
+
     try:
         while True:
             depth = depth if chosen is None else chosen.now
@@ -149,19 +156,19 @@ def _fetched(
             if not queue:
                 coming.end()
                 return
-            batch, ahead = queue.popleft()
-            worker.offer(ahead)
+            batch, ahead = queue[0]
+            worker.offer(ahead, me)
+            queue.popleft()
             waited_s = waits.seconds
             yield batch
+            thread = threading.get_ident()
             if chosen is not None:
                 now_s = worker.now()
                 chosen.saw(waits.seconds - waited_s, now_s - began_s)
                 began_s = now_s
     finally:
         if not worker.turns.is_fork:  # else all that is under way is the parent's
-            worker.offer({})
-            for _, ahead in queue:
-                worker.rows.abandon(ahead)
+            worker.give_up(give_up, is_here=thread == threading.get_ident())
 
 
 def _brought(
@@ -178,6 +185,14 @@ def _brought(
     preparing: deque[tuple[Batch, Future[Prepared]]] = deque()
     queue: deque[tuple[Batch, Coming]] = deque()
     preparer = _Preparer(look_ahead)
+    me, thread = object(), threading.get_ident()
+
+    def give_up() -> None:
+        worker.rows.withdraw(me)
+        for _, each in queue:
+            each.abandon()
+        preparer.join()
+
     try:
         while True:
             worker.turns.refuse_fork("prefetch()")  # which has no thread to prepare anything
@@ -194,16 +209,16 @@ def _brought(
             if not queue:
                 coming.end()
                 return
-            batch, first = queue.popleft()
+            batch, first = queue[0]
             # What was asked for a batch ago is there, and is copied while this one is computed.
-            worker.bring(look_ahead, first, [each for _, each in queue][: max(0, asked_before - 1)])
+            worker.bring(look_ahead, first, [each for _, each in queue][1 : max(1, asked_before)], me)
+            queue.popleft()
             yield batch
+            thread = threading.get_ident()
     finally:
         if not worker.turns.is_fork:
-            worker.offer({})
-            for _, each in queue:
-                each.abandon()
-            preparer.close()
+            preparer.stop()
+            worker.give_up(give_up, is_here=thread == threading.get_ident())
 
 
 class _Preparer:
@@ -235,11 +250,14 @@ class _Preparer:
                     prepared.set_exception(error)
             del asked, prepared, wanted  # which hold rows, until the next batch comes
 
-    def close(self) -> None:
-        """Wait for what is being prepared, and prepare no more."""
+    def stop(self) -> None:
+        """Prepare no more."""
         self._closed = True
         self._asked.put(None)
-        if threading.current_thread() is not self._thread:  # garbage is collected on any thread
+
+    def join(self) -> None:
+        """Wait for what is being prepared, when no more is."""
+        if threading.current_thread() is not self._thread:
             self._thread.join()
 
 
@@ -250,7 +268,8 @@ _preparers: WeakSet[_Preparer] = WeakSet()
 @atexit.register
 def _end_preparing() -> None:
     for each in list(_preparers):
-        each.close()
+        each.stop()
+        each.join()
 
 
 def _on_the_cpu(wanted: Sequence[Wanted]) -> Sequence[Wanted]:

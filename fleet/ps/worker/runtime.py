@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -185,6 +186,7 @@ class WorkerRuntime:
         self._barrier = Barrier(connections, progress, figures, self.turns, self.reload)
         self._prediction: LookupPrediction | None = None
         self._forked: ForkedReader | None = None
+        self._given_up = deque[Callable[[], None]]()
         self.stopped = False
         self._has_begun = False
         try:
@@ -568,6 +570,7 @@ class WorkerRuntime:
             self.following(lambda: self._finish_interrupted(call))
 
     def _finish_interrupted(self, call: str) -> None:
+        self._finish_giving_up()
         self._refuse_late(call)
         self._training.refuse_if_moved()
         if self._pusher.is_in_doubt:
@@ -673,10 +676,22 @@ class WorkerRuntime:
 
             return self.following(begin)
 
-    def offer(self, prefetched: Mapping[int, Prefetched]) -> None:
+    def offer(self, prefetched: Mapping[int, Prefetched], by: object) -> None:
         """Let forwards use this from now on, and nothing that was offered before."""
         with self.turns:
-            self.rows.offer(prefetched)
+            self.rows.offer(prefetched, by)
+
+    def give_up(self, work: Callable[[], None], *, is_here: bool) -> None:
+        """Do the ``work`` of giving something up: at once where ``is_here``, if no call is under way, and else when the
+        next one begins. Garbage is collected on any thread, in the middle of any call, and must not wait for one."""
+        self._given_up.append(work)
+        with self.turns.if_free() if is_here else nullcontext(False) as is_free:
+            if is_free:
+                self._finish_giving_up()
+
+    def _finish_giving_up(self) -> None:
+        while self._given_up:
+            self._given_up.popleft()()
 
     def now(self) -> float:
         """Return the time of the clock that this worker's waits are measured by."""
@@ -703,11 +718,11 @@ class WorkerRuntime:
 
             return self.following(begin)
 
-    def bring(self, look_ahead: LookAhead, coming: Coming, later: Iterable[Coming]) -> None:
+    def bring(self, look_ahead: LookAhead, coming: Coming, later: Iterable[Coming], by: object) -> None:
         """Let forwards use what has come for one batch, and copy what is there of ``later`` ones."""
         with self.turns:
             self.finish_interrupted("prefetch()")
-            self.rows.offer(self.following(lambda: look_ahead.arrive(coming, self.progress.completed)))
+            self.rows.offer(self.following(lambda: look_ahead.arrive(coming, self.progress.completed)), by)
             for each in later:
                 self.following(partial(look_ahead.bring, each))
 
