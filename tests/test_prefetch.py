@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from faults import Action, Fault, FaultyNetwork
@@ -442,6 +443,116 @@ def test_what_cannot_be_had_is_an_error_in_its_turn_as_in_any_loop(
         return trained, table(torch.arange(5)).flatten().tolist()
 
     assert run_job(body, 1, 2) == [([1, 2, 3], [0.0, -1.0, -1.0, -1.0, 0.0])]
+
+
+def one_buffer() -> Iterator[Batch]:
+    buffer = torch.empty(2, dtype=torch.int64)
+    for number in range(1, 5):
+        yield buffer.copy_(torch.tensor([number, 0]))
+
+
+def two_buffers() -> Iterator[Batch]:
+    buffers = torch.empty(2, 2, dtype=torch.int64)
+    for number in range(1, 5):
+        buffers[number % 2] = torch.tensor([number, 0])
+        yield buffers[number % 2]
+
+
+def memory_of_numpy() -> Iterator[Batch]:
+    memory = np.zeros(2, np.int64)
+    for number in range(1, 5):
+        memory[0] = number
+        yield torch.from_numpy(memory)
+
+
+def one_dict() -> Iterator[dict[str, Batch]]:
+    batch = {}
+    for number in range(1, 5):
+        batch["ids"] = torch.tensor([number, 0])
+        yield batch
+
+
+def parts_of_one_buffer() -> Iterator[Batch]:
+    """Each is written when it is its turn, and stays as it is."""
+    buffer = torch.zeros(4, 2, dtype=torch.int64)
+    for number in range(4):
+        buffer[number, 0] = number + 1
+        yield buffer[number]
+
+
+def one_batch_again_and_again() -> list[Batch]:
+    """The loop below changes it."""
+    return [torch.tensor([0, 1])] * 4
+
+
+def one_dict_again_and_again() -> list[dict[str, Batch]]:
+    return [{"ids": torch.tensor([0, 1])}] * 4
+
+
+def ids_in(batch: Any) -> Batch:
+    ids: Batch = batch["ids"] if isinstance(batch, dict) else batch
+    return ids
+
+
+def trained_on(mode: str, data: Callable[[], Iterable[Any]], options: dict[str, Any] | None) -> list[float]:
+    """How often each id was trained, in a loop that changes the batches that it has had."""
+
+    def body(fleet_: Fleet, worker: int) -> list[float]:
+        table = fleet.nn.Embedding(9, 1, initializer="zeros")
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD(table.parameters(), lr=1.0), STRATEGIES[mode]())
+        fleet_.init_worker()
+        loop = data() if options is None else fleet_.prefetch(data(), lambda batch: {table: ids_in(batch)}, **options)
+        try:
+            for batch in loop:
+                optimizer.minimize(table(ids_in(batch)).sum())
+                if isinstance(batch, dict):
+                    batch["ids"] = batch["ids"] + 1
+                else:
+                    batch += 1
+        except ConfigurationError:
+            assert not table(torch.arange(9)).any(), "it was trained on what is no batch of its iterator's"
+            raise
+        finally:
+            assert not any(under_way(fleet_))
+        return table(torch.arange(9)).flatten().tolist()
+
+    (found,) = run_job(body, 1, 2)
+    return found
+
+
+OPTIONS: list[dict[str, Any]] = [{}, {"depth": 2}, {"device": "cpu"}, {"device": "cpu", "depth": 2}]
+
+
+@pytest.mark.parametrize("data", [one_buffer, two_buffers, memory_of_numpy, one_dict])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("mode", STRATEGIES)
+@pytest.mark.pairs
+def test_batches_that_are_written_over_each_other_are_refused(
+    mode: str, options: dict[str, Any], data: Callable[[], Iterable[Any]]
+) -> None:
+    """One was trained in the place of another. Where no batch is read ahead, nothing is lost."""
+    if mode == "geo":
+        options = {name: each for name, each in options.items() if name != "device"}
+    reads_ahead = (0 if mode == "auto" else options.get("depth", 2 if "device" in options else 1)) + (
+        "device" in options
+    )
+    if reads_ahead < (2 if data is two_buffers else 1):
+        assert trained_on(mode, data, options) == trained_on(mode, data, None)
+    else:
+        with pytest.raises(AssertionError, match="was overwritten before its turn"):
+            trained_on(mode, data, options)
+
+
+@pytest.mark.parametrize("data", [parts_of_one_buffer, one_batch_again_and_again, one_dict_again_and_again])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("mode", STRATEGIES)
+@pytest.mark.pairs
+def test_batches_that_only_the_loop_changes_are_trained_as_in_any_loop(
+    mode: str, options: dict[str, Any], data: Callable[[], Iterable[Any]]
+) -> None:
+    if mode == "geo":
+        options = {name: each for name, each in options.items() if name != "device"}
+    assert trained_on(mode, data, options) == trained_on(mode, data, None)
 
 
 # --- Wrong arguments --------------------------------------------------------------------------------------------------
