@@ -581,7 +581,21 @@ BATCH = [torch.tensor([1])]
         (lambda f, t: f.prefetch(BATCH, lambda b: b), ArgumentTypeError, "must return a dict"),
         (lambda f, t: f.prefetch(BATCH, lambda b: {torch.nn.Linear(1, 1): b}), ArgumentTypeError, "no remote"),
         (lambda f, t: f.prefetch(BATCH, lambda b: {t: b + 8}), IdOutOfRangeError, "0 <= id < 9; got 9"),
-        (lambda f, t: f.prefetch(BATCH, lambda b: {t: [1]}), ArgumentTypeError, "int64 or int32"),
+        (
+            lambda f, t: f.prefetch(BATCH, lambda b: {t: [1]}),
+            ArgumentTypeError,
+            r"got list. Give it torch.as_tensor\(ids\)",
+        ),
+        (
+            lambda f, t: f.prefetch(BATCH, lambda b: {t: b.numpy()}),
+            ArgumentTypeError,
+            "int64 or int32 ids; got ndarray",
+        ),
+        (
+            lambda f, t: f.prefetch(BATCH, lambda b: {t: b / 2}),
+            ArgumentTypeError,
+            r"got torch.float32. Give it ids.long\(\)",
+        ),
     ],
 )
 def test_wrong_arguments_are_named(use: Any, error: type[Exception], words: str) -> None:

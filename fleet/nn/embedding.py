@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from fleet.base import checks
 from fleet.errors import ArgumentTypeError, ConfigurationError, UnsupportedError
 from fleet.nn.expand import Bags, embedded, found_for, pool
-from fleet.nn.handle import Found, TableHandle, Wanted, handle_in, handle_of, padding_index
+from fleet.nn.handle import Found, TableHandle, Wanted, handle_in, handle_of, kind_of, padding_index
 from fleet.nn.jagged import are_alike, bag_parts, flat, like
 from fleet.nn.table_weight import TableWeight, of_wrapped
 from fleet.plan.life import Admission, Eviction, goes_by_weight, rules_of
@@ -74,8 +74,7 @@ def asking(module: Any, ids: torch.Tensor, weights: torch.Tensor | None = None) 
 def _check_weights(module: Any, ids: torch.Tensor, weights: object) -> None:
     """Refuse weights of look-ups that do not fit, or that nothing would go by."""
     if not isinstance(weights, torch.Tensor) or weights.dtype is torch.bool or weights.is_complex():
-        got = getattr(weights, "dtype", type(weights).__name__)
-        raise ArgumentTypeError("weights= needs a tensor of numbers, one for each id", got=got)
+        raise ArgumentTypeError("weights= needs a tensor of numbers, one for each id", got=kind_of(weights))
     if not are_alike(ids, weights) or flat(weights).shape != flat(ids).shape:
         raise ConfigurationError(
             "weights= does not fit the ids", expected=f"shape {tuple(ids.shape)}", got=f"shape {tuple(weights.shape)}"

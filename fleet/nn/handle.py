@@ -128,6 +128,11 @@ class GradientRows(NamedTuple):
         return pair if self.once else merge([pair], 1)
 
 
+def kind_of(value: object) -> object:
+    """Return what to call a value that should be another tensor: by its element type, or by its type if it is none."""
+    return value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
+
+
 class TableHandle:
     def __init__(
         self,
@@ -307,8 +312,8 @@ class TableHandle:
     def check_ids(self, ids: object) -> None:
         """Refuse what cannot be ids. The job checks whether they are in range, as it looks at each of them once."""
         if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int64, torch.int32):
-            got = getattr(ids, "dtype", type(ids).__name__)
-            raise ArgumentTypeError(f"{self.name} needs a tensor of int64 or int32 ids", got=got)
+            todo = "Give it ids.long()." if isinstance(ids, torch.Tensor) else "Give it torch.as_tensor(ids)."
+            raise ArgumentTypeError(f"{self.name} needs a tensor of int64 or int32 ids", got=kind_of(ids), todo=todo)
         if ids.layout is not torch.strided or ids.is_nested or ids.is_meta:
             kind = "nested, of the layout torch.strided" if ids.is_nested else f"{ids.layout} on {ids.device}"
             raise ArgumentTypeError(
