@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -784,8 +784,9 @@ class _Interrupts:
     """Sends the signal that Ctrl-C sends, at the n-th line that this thread runs of Fleet: of the worker, and of the
     server, which a job of one process runs here as well. Python hears of none where a ``with`` begins or ends."""
 
-    def __init__(self, at: int, within: str = "") -> None:
+    def __init__(self, at: int, within: str = "", number: int = signal.SIGINT) -> None:
         self._left = at
+        self._number = number
         self._within = f"{Path(fleet.__file__).parent}/{within}"
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
@@ -795,8 +796,22 @@ class _Interrupts:
         if event == "line" and not line.startswith("with "):
             self._left -= 1
             if self._left == 0:
-                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(self._number)
         return self
+
+
+def _raise(*_: object) -> None:
+    """Handle a signal as Python handles a Ctrl-C."""
+    raise KeyboardInterrupt
+
+
+@pytest.fixture
+def _handled() -> Iterator[None]:
+    """Let the signals of a script, or of a library, raise as that of a Ctrl-C does."""
+    before = {number: signal.signal(number, _raise) for number in (signal.SIGUSR1, signal.SIGALRM, signal.SIGCHLD)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def _small_model() -> torch.nn.Module:
@@ -856,15 +871,20 @@ def test_an_interruption_anywhere_in_init_worker_lets_it_be_called_again(apart: 
 
 @pytest.mark.parametrize("strategy", ["sync", "half-async", "ssp", "geo"])
 @pytest.mark.parametrize(
-    ("first", "apart", "within"),
+    ("first", "apart", "within", "number"),
     [
-        (1, 199, ""),
-        (2, 43, "ps/worker/"),
-        pytest.param(3, 17, "", marks=pytest.mark.slow),
+        (1, 199, "", signal.SIGINT),
+        (2, 43, "ps/worker/", signal.SIGINT),
+        (4, 199, "", signal.SIGUSR1),
+        pytest.param(3, 17, "", signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(5, 17, "", signal.SIGCHLD, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.pairs
-def test_an_interruption_anywhere_in_a_step_counts_it_once(strategy: str, first: int, apart: int, within: str) -> None:
+@pytest.mark.usefixtures("_handled")
+def test_an_interruption_anywhere_in_a_step_counts_it_once(
+    strategy: str, first: int, apart: int, within: str, number: int
+) -> None:
     """Or not at all, where it was not yet on its way: lines so far apart are tried, of the worker and the server."""
     at, is_hit = first, True
     while is_hit:
@@ -877,7 +897,7 @@ def test_an_interruption_anywhere_in_a_step_counts_it_once(strategy: str, first:
         optimizer.minimize(_error_of(model))
         is_hit = False
         before = sys.gettrace()
-        sys.settrace(_Interrupts(at, within))
+        sys.settrace(_Interrupts(at, within, number))
         try:
             optimizer.zero_grad()
             _error_of(model).backward()
@@ -897,14 +917,16 @@ def test_an_interruption_anywhere_in_a_step_counts_it_once(strategy: str, first:
     assert at > first + 2 * apart, "a step has more lines"
 
 
-def test_what_holds_ctrl_c_back_lets_it_through_behind() -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1, signal.SIGALRM, signal.SIGCHLD])
+@pytest.mark.usefixtures("_handled")
+def test_what_holds_signals_back_lets_them_through_behind(number: int) -> None:
     """Once, however deep; an error of the work comes along; and a handler that is set inside stays."""
-    before, done = signal.getsignal(signal.SIGINT), []
+    before, done = signal.getsignal(number), []
 
     @uninterrupted()
     def work() -> None:
         with uninterrupted():
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
             done.append("inner")
         done.append("outer")
         raise ValueError
@@ -913,13 +935,13 @@ def test_what_holds_ctrl_c_back_lets_it_through_behind() -> None:
         work()
     assert done == ["inner", "outer"]
     assert isinstance(caught.value.__context__, ValueError)
-    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(number) is before
     try:
         with uninterrupted():
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+            signal.signal(number, signal.SIG_IGN)
+        assert signal.getsignal(number) is signal.SIG_IGN
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(number, before)
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])

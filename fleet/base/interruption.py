@@ -1,4 +1,5 @@
-"""Lets work come to its end where a Ctrl-C, or a notebook's stop button, would leave half of it done."""
+"""Lets work come to its end where a Ctrl-C, a notebook's stop button, or another signal whose handler raises would
+leave half of it done."""
 
 from __future__ import annotations
 
@@ -7,9 +8,14 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 T = TypeVar("T")
+
+#: The signals for which scripts have handlers of their own, or libraries do: timeouts, notices of preemption, the end
+#: of a DataLoader's process.
+_NAMES = "SIGINT SIGTERM SIGHUP SIGQUIT SIGALRM SIGVTALRM SIGPROF SIGUSR1 SIGUSR2 SIGCHLD"
+_SIGNALS = [getattr(signal, name) for name in _NAMES.split() if hasattr(signal, name)]
 
 
 class _Later:
@@ -24,29 +30,44 @@ class _Later:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Surround what takes no time, or would be left half done: a Ctrl-C is heard when it is over. Only the main thread
-    hears of one, so on others there is nothing to be done."""
+    """Surround what takes no time, or would be left half done: a Ctrl-C, or another signal, is heard when it is over.
+    Only the main thread hears of one, so on others there is nothing to be done."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handler, later = signal.getsignal(signal.SIGINT), _Later()
-    if not callable(handler) or isinstance(handler, _Later):  # nothing of Python's, or this surrounds itself
+    held = [(number, handler, _Later()) for number in _SIGNALS if _is_held_back(handler := signal.getsignal(number))]
+    if not held:
         yield
         return
     raised: BaseException | None = None
     try:
-        signal.signal(signal.SIGINT, later)
+        for number, _, later in held:
+            signal.signal(number, later)
         yield
     finally:
-        while signal.getsignal(signal.SIGINT) is later:  # else another one was set inside
+        rest = [*held]
+        while rest:
             try:
-                signal.signal(signal.SIGINT, handler)
+                while rest:
+                    number, handler, later = rest[-1]
+                    if signal.getsignal(number) is later:  # else another one was set inside
+                        signal.signal(number, handler)
+                    rest.pop()
             except BaseException as error:  # that of another signal's handler, which is run first
                 raised = error
-        if later.heard is not None:
-            handler(*later.heard)
+        for _, handler, later in held:
+            if later.heard is not None:
+                try:
+                    handler(*later.heard)
+                except BaseException as error:
+                    raised = error
         if raised is not None:
             raise raised
+
+
+def _is_held_back(handler: object) -> TypeGuard[Callable[..., object]]:
+    """Say whether a handler is one of Python's, and none by which this surrounds itself."""
+    return callable(handler) and not isinstance(handler, _Later)
 
 
 def start_uninterrupted(work: Callable[[], T], name: str) -> Future[T]:
