@@ -23,7 +23,7 @@ import pytest
 import torch
 from faults import Action, Fault, FaultyNetwork
 from harness import PATIENT, Job, assert_close, run_job, values
-from inside import outgrown
+from inside import outgrown, under_way
 from small_job import STRATEGIES as MODES
 from test_hostile import member_and_other
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -915,6 +915,36 @@ def test_an_interruption_anywhere_in_a_step_counts_it_once(
         assert max(map(_largest_difference, learnt, _after(steps))) < 1e-6, (at, steps)
         at += apart
     assert at > first + 2 * apart, "a step has more lines"
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.usefixtures("_handled")
+def test_an_interruption_anywhere_in_a_prefetch_leaves_nothing_under_way(number: int, device: str | None) -> None:
+    """Nor a thread: lines so far apart are tried, of its loop and of its end."""
+    alone = Fleet(environ={})
+    alone.init()
+    table = fleet.nn.Embedding(9, 1)
+    optimizer = alone.distributed_optimizer(torch.optim.SGD(table.parameters(), lr=1.0))
+    alone.init_worker()
+    at, is_hit = 1, True
+    while is_hit:
+        is_hit = False
+        before = sys.gettrace()
+        sys.settrace(_Interrupts(at, "ps/worker/prefetch.py", number))
+        try:
+            for ids in alone.prefetch([torch.tensor([n]) for n in range(3)], lambda ids: {table: ids}, device=device):
+                optimizer.minimize(table(ids).sum())
+        except KeyboardInterrupt:
+            is_hit = True
+        finally:
+            sys.settrace(before)
+        alone.summary()  # and whatever was left to the next call is done
+        assert not any(under_way(alone)), at
+        assert not any(each.name == "fleet-look-ahead" for each in threading.enumerate()), at
+        at += 5
+    assert at > 99, "it has more lines"
+    alone.stop_worker()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1, signal.SIGALRM, signal.SIGCHLD])

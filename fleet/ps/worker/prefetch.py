@@ -14,6 +14,7 @@ from weakref import WeakSet
 
 import torch
 
+from fleet.base.interruption import uninterrupted
 from fleet.errors import ArgumentTypeError, ConfigurationError, UnsupportedError
 from fleet.nn import EmbeddingGroup, embedding
 from fleet.nn.embedding import is_remote
@@ -157,7 +158,7 @@ def _fetched(
                     queue.append((batch, worker.prefetch(wanted, len(queue))))
             if not queue:
                 coming.end()
-                return
+                break
             batch, ahead = queue[0]
             worker.offer(ahead, me)
             queue.popleft()
@@ -170,8 +171,9 @@ def _fetched(
                 chosen.saw(waits.seconds - waited_s, now_s - began_s)
                 began_s = now_s
     finally:
-        if not worker.turns.is_fork:  # else all that is under way is the parent's
-            worker.give_up(give_up, is_here=thread == threading.get_ident())
+        with uninterrupted():
+            if not worker.turns.is_fork:  # else all that is under way is the parent's
+                worker.give_up(give_up, is_here=thread == threading.get_ident())
 
 
 def _brought(
@@ -197,6 +199,7 @@ def _brought(
         preparer.join()
 
     try:
+        preparer.start()
         while True:
             worker.turns.refuse_fork("prefetch()")  # which has no thread to prepare anything
             asked_before = len(queue)
@@ -211,7 +214,7 @@ def _brought(
                     queue.append((batch, worker.foresee(look_ahead, prepared.result(), len(queue))))
             if not queue:
                 coming.end()
-                return
+                break
             batch, first = queue[0]
             # What was asked for a batch ago is there, and is copied while this one is computed.
             worker.bring(look_ahead, first, [each for _, each in queue][1 : max(1, asked_before)], me)
@@ -220,9 +223,10 @@ def _brought(
             yield batch
             thread = threading.get_ident()
     finally:
-        if not worker.turns.is_fork:
-            preparer.stop()
-            worker.give_up(give_up, is_here=thread == threading.get_ident())
+        with uninterrupted():
+            if not worker.turns.is_fork:
+                preparer.stop()
+                worker.give_up(give_up, is_here=thread == threading.get_ident())
 
 
 class _Preparer:
@@ -234,8 +238,10 @@ class _Preparer:
         self._asked: SimpleQueue[tuple[Future[Prepared], Sequence[Wanted]] | None] = SimpleQueue()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="fleet-look-ahead", daemon=True)
-        self._thread.start()
+
+    def start(self) -> None:
         _preparers.add(self)
+        self._thread.start()
 
     def prepare(self, wanted: Sequence[Wanted]) -> Future[Prepared]:
         """Begin to prepare a batch, after those before it."""
@@ -261,7 +267,7 @@ class _Preparer:
 
     def join(self) -> None:
         """Wait for what is being prepared, when no more is."""
-        if threading.current_thread() is not self._thread:
+        if self._thread.ident is not None and threading.current_thread() is not self._thread:
             self._thread.join()
 
 
