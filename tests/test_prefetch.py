@@ -335,6 +335,35 @@ def test_what_was_fetched_is_for_one_step_of_a_batch(mode: str, device: str | No
 
 
 @pytest.mark.parametrize("mode", ["sync", "ssp", "half_async", "gba", "auto"])
+@pytest.mark.parametrize("options", [{}, {"depth": 2}, {"device": "cpu"}], ids=["", "depth", "device"])
+@pytest.mark.parametrize("loops", [1, 30])
+@pytest.mark.pairs
+def test_any_number_of_batches_may_pass_without_a_step(
+    mode: str, options: dict[str, Any], loops: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows as they are after a step that does not come are asked for so often and no more: they wait at the servers."""
+    monkeypatch.setattr("fleet.ps.server.job.MAX_WAITING", 40)
+    strategy = getattr(StrategyFactory, f"create_{mode}_strategy")()
+    options = {**options, "depth": 1} if mode == "ssp" and "depth" in options else options
+
+    def body(fleet_: Fleet, worker: int) -> float:
+        table = fleet.nn.Embedding(None, 1, initializer="zeros")
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD(table.parameters(), lr=1.0), strategy)
+        fleet_.init_worker()
+        for number in range(2):
+            for _ in range(loops):
+                for ids in fleet_.prefetch([torch.tensor([1])] * (90 // loops), lambda ids: {table: ids}, **options):
+                    table(ids).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert number or mode == "half_async" or table(torch.tensor([1])).item() == -90.0
+        fleet_.barrier_worker()
+        return table(torch.tensor([1])).item()
+
+    assert run_job(body, 1, 2) == [-180.0]
+
+
+@pytest.mark.parametrize("mode", ["sync", "ssp", "half_async", "gba", "auto"])
 @pytest.mark.parametrize("device", [None, "cpu"])
 @pytest.mark.parametrize("first", ["the whole table", "in evaluation mode", "other ids"])
 @pytest.mark.pairs

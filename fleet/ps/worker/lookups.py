@@ -31,6 +31,9 @@ from fleet.ps.wire.row_tensors import order_of, runs_of
 from fleet.ps.worker.progress import ReadAt, Readings, moved
 from fleet.telemetry.worker_figures import ProfilerRange
 
+#: While so many requests wait for rows as they are after steps to come, nothing more is asked ahead.
+_MOST_TO_COME = 32
+
 
 class PendingRows(Protocol):
     """Follows a request under way."""
@@ -265,6 +268,8 @@ class RowReader:
         self._most_steps_ahead = most_steps_ahead
         #: how many steps this worker has taken, on their way to the servers or there
         self._step = 0
+        #: the versions to come that requests have asked for
+        self._asked_to_come: list[int] = []
         self.read_at: Readings = {}
         self._read_before: Readings = {}
         self._offered: Mapping[int, Prefetched] = {}
@@ -292,6 +297,15 @@ class RowReader:
         self._read_before, self.read_at = {**self._read_before, **self.read_at}, {}
         self._step += 1
         return self._read_before
+
+    def reach(self, depth: int) -> int:
+        """Return for how many batches ahead to ask: no longer ``depth`` of them where many have been asked for without
+        a step, as where gradients are accumulated. Each waits at the servers for steps, and these hold only so many."""
+        return depth if len(self._still_to_come()) < _MOST_TO_COME else 0
+
+    def _still_to_come(self) -> list[int]:
+        now = self.version_after(0)
+        return [version for version in self._asked_to_come if version > now]
 
     # ---------------------------------------------------------------- a forward
 
@@ -571,6 +585,8 @@ class RowReader:
     def _start(
         self, queries: Sequence[Query], completed: int, version: int, *, ahead: bool = False, aside: bool = False
     ) -> Fetch:
+        if version > self.version_after(0):
+            self._asked_to_come = [*self._still_to_come(), version]
         if len(self._connections) == 1:
             parts: list[list[Part]] = [[slice(0, len(query.ids))] for query in queries]
         else:

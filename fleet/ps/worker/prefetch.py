@@ -153,7 +153,7 @@ def _fetched(
     try:
         while True:
             depth = depth if chosen is None else chosen.now
-            for batch, wanted in coming.until(depth, queue):
+            for batch, wanted in coming.until(worker.rows.reach(depth), queue):
                 with coming.in_its_turn():
                     queue.append((batch, worker.prefetch(wanted, len(queue))))
             if not queue:
@@ -203,7 +203,7 @@ def _brought(
         while True:
             worker.turns.refuse_fork("prefetch()")  # which has no thread to prepare anything
             asked_before = len(queue)
-            while len(queue) <= depth:
+            while len(queue) <= worker.rows.reach(depth):
                 for batch, wanted in coming.until(_PREPARED, preparing):
                     with coming.in_its_turn():
                         preparing.append((batch, preparer.prepare(_on_the_cpu(wanted))))
