@@ -199,7 +199,7 @@ ONLY: dict[str, dict[str, str]] = {
     "tensorboard torch.utils.tensorboard": {"telemetry/tensorboard.py": "scalars"},
     "pickle cPickle marshal shelve dill cloudpickle joblib multiprocessing eval exec torch.load torch.save": {
         "checkpoint/dcp.py": "others' metadata, by names on a list",
-        "nn/table_weight.py": "refuses",
+        "nn/table_weight.py": "refuses, and sends gradients",
     },
     "numpy.load numpy.save": {},
     "logging.basicConfig logging.config": {"launch/cli.py": "command"},

@@ -13,6 +13,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
+from torch.multiprocessing.reductions import reduce_tensor
 
 from fleet.errors import UnsupportedError
 from fleet.nn.calls import changed, name_of, written
@@ -119,17 +120,25 @@ class TableWeight(torch.nn.Parameter):
         return format(repr(self), spec)
 
 
-def _not_shared(shared: TableWeight | RowGradient) -> NoReturn:
+def _not_shared(weight: TableWeight) -> NoReturn:
     """Refuse to share with another process what would be memory of this one, and lies on the servers."""
-    name = (table_of(shared) if isinstance(shared, TableWeight) else shared._table).name
+    table = table_of(weight)
+    if not table.is_running:
+        table.whole()  # which says that the job has not begun, or is over
     raise UnsupportedError(
-        f"the rows of {name!r} cannot be shared with another process: they live on the servers",
+        f"the rows of {table.name!r} cannot be shared with another process: they live on the servers",
         todo="Start that process with fork, or send it model.state_dict() or what it looks up.",
     )
 
 
-for _kind in (TableWeight, RowGradient):
-    ForkingPickler.register(_kind, _not_shared)
+def _sent(gradient: RowGradient) -> Any:
+    """Send a gradient to another process as torch sends the sparse tensor that it is."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return reduce_tensor(gradient)  # type: ignore[no-untyped-call]
+
+
+ForkingPickler.register(TableWeight, _not_shared)
+ForkingPickler.register(RowGradient, _sent)
 
 
 def hollow(weight: torch.nn.Parameter, rows: int | None, dtype: torch.dtype, device: torch.device) -> None:

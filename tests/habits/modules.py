@@ -841,12 +841,28 @@ def _(s: Script) -> None:
     ForkingPickler.dumps(s.table)
 
 
-@refused("`torch.multiprocessing`: the gradient of a table sent to another process", "cannot be shared")
+@refused(
+    "`torch.multiprocessing`: a `fleet.nn` table sent to another process before `init_worker`",
+    "init_worker",
+    before=None,
+    make=Endless,
+)
 def _(s: Script) -> None:
     from multiprocessing.reduction import ForkingPickler
 
+    s.wrap()
+    ForkingPickler.dumps(s.model.endless)
+
+
+@as_in_torch("`torch.multiprocessing`: the gradient of a table sent to another process", sparse=True)
+def _(s: Script) -> Any:
+    from multiprocessing.reduction import ForkingPickler
+
     s.backward()
-    ForkingPickler.dumps(s.table.weight.grad)
+    gradient = s.table.weight.grad
+    rebuild, given = ForkingPickler(io.BytesIO()).dispatch_table[type(gradient)](gradient)
+    sent = rebuild(*given).coalesce()
+    return [sent.layout, sent.indices(), sent.values()]
 
 
 def world_of_one() -> None:
