@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
@@ -35,6 +36,7 @@ from fleet.errors import (
 )
 from fleet.numeric.tensors import WireTensor
 from fleet.plan import plan
+from fleet.plan.specs import JobSpec
 from fleet.ps.server import feed
 from fleet.ps.server.service import Service
 from fleet.ps.table.change_log import ChangeLog
@@ -391,14 +393,26 @@ def test_another_job_at_the_same_servers_is_refused_by_name(change: str, told: s
     assert other.errors == {}
 
 
-def test_a_follower_of_another_release_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def counts_otherwise(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(plan, "PROTOCOL", plan.PROTOCOL + 1)
+
+
+def describes_otherwise(patch: pytest.MonkeyPatch) -> None:
+    told = JobSpec.to_json
+    patch.setattr(JobSpec, "to_json", lambda spec: json.dumps({**json.loads(told(spec)), "what is new": 1}))
+
+
+@pytest.mark.parametrize("otherwise", [counts_otherwise, describes_otherwise])
+def test_a_follower_of_another_release_is_refused_by_name(
+    otherwise: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To be told to begin anew would lead it to the same end again, and nobody would hear why nothing comes."""
     is_refused = threading.Event()
     job = Job(trains(steps=3, after=lambda *_: is_refused.wait(PATIENCE_S)), 1, 2)
     threads = job.start()
     with closing(source_of(job)) as source:
         until(lambda: source.next(0.2) is not None)
-        monkeypatch.setattr(plan, "PROTOCOL", plan.PROTOCOL + 1)
+        otherwise(monkeypatch)
         with closing(source_of(job)) as other, pytest.raises(PlanMismatchError, match=r"follower .* the same version"):
             until(lambda: other.next(0.2) is not None)
         is_refused.set()

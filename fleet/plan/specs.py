@@ -335,7 +335,12 @@ def _build(kind: Any, item: Mapping[str, Any], **replaced: Any) -> Any:
     field's default."""
     hints = _hints(kind)
     if not _required(kind) <= set(item) <= set(hints):
-        raise ProtocolError(f"a {kind.__name__} has the wrong fields", expected=sorted(hints), got=sorted(item))
+        raise ProtocolError(
+            f"a {kind.__name__} has the wrong fields",
+            expected=sorted(hints),
+            got=sorted(item),
+            todo="Another version of this package wrote it: install the same one everywhere.",
+        )
     values = {**item, **replaced}
     for name, value in values.items():
         if not _fits(value, hints[name]):

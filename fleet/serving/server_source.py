@@ -220,7 +220,7 @@ class ServerSource:
             raise ServerLostError("the job has not begun")
         if len({reply.message.about for reply in replies.values()}) > 1:
             raise ServerLostError("the servers do not have the same parameters yet")
-        plan = make_plan(JobSpec.from_json(replies[0].message.about))
+        plan = make_plan(self._read(replies[0].message.about))
         if self._described is not None and (differing := differences(self._described, _description(plan.spec))):
             raise PlanMismatchError(
                 "the servers have a job with another model than the one that was followed",
@@ -236,6 +236,18 @@ class ServerSource:
         self._progress = _Progress([0 for _ in range(count)])
         self._over = {}
         self._plan = plan
+
+    def _read(self, about: str) -> JobSpec:
+        """Read a job's description. One that cannot be read is another release's, however often it is asked for."""
+        try:
+            return JobSpec.from_json(about)
+        except ProtocolError as error:
+            raise PlanMismatchError(
+                "follower and server plan differently",
+                where=self._names,
+                got=str(error).rstrip("."),
+                todo="Install the same version of this package everywhere.",
+            ) from error
 
     def _begin_anew(self) -> None:
         try:
