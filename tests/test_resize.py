@@ -41,7 +41,7 @@ from test_feed import Followed, source_of
 import fleet as fleet_package
 from fleet import Fleet, StrategyFactory
 from fleet.base import exit_guard
-from fleet.base.clock import SystemClock
+from fleet.base.clock import Clock, SystemClock
 from fleet.base.cluster import Endpoint
 from fleet.base.settings import ProcessSettings
 from fleet.errors import (
@@ -2206,11 +2206,11 @@ class Joiner:
 
     failure: FleetError | None = None
 
-    def __init__(self, job: Resized, name: str, joins: Sequence[str], **environ: str) -> None:
+    def __init__(self, job: Resized, name: str, joins: Sequence[str], clock: Clock | None = None) -> None:
         self.is_ready = threading.Event()
-        settings = ProcessSettings.read({**BEATING, "FLEET_DRAIN": "1", **environ})
+        settings, clock = ProcessSettings.read({**BEATING, "FLEET_DRAIN": "1"}), clock or SystemClock()
         endpoint, others = Endpoint.parse(name), [Endpoint.parse(each) for each in joins]
-        self.runtime = ServerRuntime(endpoint, job.network, settings, SystemClock(), joins=others, report=self.report)
+        self.runtime = ServerRuntime(endpoint, job.network, settings, clock, joins=others, report=self.report)
         self.thread = threading.Thread(target=self.serve, name=f"job-join-{name}", daemon=True)
         self.thread.start()
 
@@ -2329,7 +2329,18 @@ def test_a_job_that_does_not_take_a_server_in_says_why(
         joiner.thread.join(PATIENCE_S)
 
 
-def test_a_server_that_a_job_never_takes_in_ends_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+class Hurrying(SystemClock):
+    """A clock that somebody puts forward."""
+
+    ahead_s = 0.0
+
+    def now(self) -> float:
+        return super().now() + self.ahead_s
+
+
+def test_a_server_that_a_job_never_takes_in_ends_with_the_reason(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As one of another release, which is refused as soon as it is to get ready."""
 
     def refused(*_: object) -> None:
@@ -2342,15 +2353,43 @@ def test_a_server_that_a_job_never_takes_in_ends_with_the_reason(monkeypatch: py
     threads = job.start()
     until(lambda: job.service("server0:1") is not None)
     until(lambda: job.service("server0:1").job is not None)
-    joiner = Joiner(job, "server1:1", ["server0:1"], FLEET_STARTUP_DEADLINE_S="4")
+    clock = Hurrying()
+    joiner = Joiner(job, "server1:1", ["server0:1"], clock)
     try:
+        until(lambda: "goes on without this server" in caplog.text)
+        clock.ahead_s = 1e4
         joiner.thread.join(PATIENCE_S)
-        told = r"the job has not taken this server in; .* within 4 s .*plan differently.* one version\. Mend that"
+        told = r"the job has not taken this server in; .* within .* s .*plan differently.* one version\. Mend that"
         assert re.search(told, str(joiner.failure))
     finally:
         ends.set()
         job.join(threads)
     assert "worker 0" not in job.errors
+
+
+class Answering(Silent):
+    """Is a network at which somebody answers a joining server."""
+
+    def __init__(self, *answers: dict[str, Any]) -> None:
+        self._answers = iter(answers)
+
+    def result(self) -> Frame:
+        return Frame(pb.Reply(about=json.dumps(next(self._answers))))
+
+
+def test_what_a_job_refused_is_not_what_a_later_one_that_never_begins_is_told_of() -> None:
+    """It has this server in its list, and no worker that comes."""
+    refuses = {"servers": ["server0:1"], "wanted": [], "refusal": "it is to fail"}
+    begins = {"servers": ["server0:1", "server1:1"], "wanted": [], "refusal": ""}
+    clock, endpoint = Hurrying(), Endpoint.parse("server1:1")
+    service = Service(endpoint, ProcessSettings.read({}), clock)
+    joining = runtime.Joining(endpoint, [Endpoint.parse("server0:1")], lambda _: None)
+    network: Any = Answering(refuses, refuses, begins)
+    for _ in range(2):
+        joining.go_on(service, clock, network)
+    clock.ahead_s = 1e4
+    service.tick()
+    assert "no worker said hello" in str(service.failure)
 
 
 @pytest.mark.parametrize("why", ["it is the only one", "the move is refused"])

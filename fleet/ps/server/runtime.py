@@ -208,6 +208,7 @@ class Joining:
                     job = _about(call)
                     servers = [*job["servers"], str(self._endpoint)]
                     if len({*servers}) < len(servers):  # a job that begins, and will come
+                        self._refusal = ""  # of one before
                         return False
                     if not job["wanted"]:
                         self._warn(job["refusal"])
