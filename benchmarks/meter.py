@@ -27,6 +27,9 @@ class MeteredNetwork:
     def connect(self, endpoint: Endpoint) -> Channel:
         return _MeteredChannel(self._inner.connect(endpoint), self)
 
+    def own_address(self, towards: Endpoint) -> str:
+        return self._inner.own_address(towards)
+
     def count(self, frame: Frame) -> None:
         size = sum(map(len, frame.pieces()))
         with self._lock:
