@@ -173,6 +173,7 @@ class Checkpoints:
         self._last: tuple[int, str] | None = None
         self._knows_of_others = False
         self._is_used = False
+        self._steps_before = self._job.steps_of_its_own("Checkpoints()")
         self._give_notice()
 
     @staticmethod
@@ -265,9 +266,11 @@ class Checkpoints:
             return
         try:
             steps = self._job.steps_taken("Checkpoints.close()")
+            has_trained = self._job.steps_of_its_own("Checkpoints.close()") > self._steps_before
         except FleetError:  # the job is over
             return
-        if self._schedule.is_due(steps, self._clock.now()):
+        # A checkpoint that was loaded meanwhile has brought the job on as well, and perhaps to its end.
+        if has_trained and self._schedule.is_due(steps, self._clock.now()):
             _log.warning(
                 "nothing was saved into %s, and the job is at step %d: after_step() was never called. Call it after "
                 "every step, on every worker",

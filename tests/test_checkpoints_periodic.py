@@ -505,6 +505,25 @@ def test_a_loop_that_never_says_that_a_step_is_over_is_told_of(
     assert len(warned) == warns, "by the first worker"
 
 
+def test_a_job_that_has_loaded_its_last_step_is_not_told_of_steps_that_it_did_not_take(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def body(job: Fleet, worker: int) -> None:
+        model, optimizer = join(job, "sync")
+        with Checkpoints(tmp_path, every_steps=2, fleet=job) as checkpoints:
+            latest = Checkpoints.latest(tmp_path)
+            if latest is not None:
+                job.load_persistables(latest)
+            for step in range(0 if latest is None else 4, 4):
+                train(model, optimizer, [step])
+                checkpoints.after_step()
+
+    with caplog.at_level(logging.WARNING, "fleet.checkpoint"):
+        for _ in range(2):
+            run_job(body, 1, 1)
+    assert "after_step() was never called" not in caplog.text
+
+
 def test_the_latest_is_one_that_is_complete(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert Checkpoints.latest(tmp_path / "none") is None
     run_job(lambda job, worker: stepped(job, "sync", 3, tmp_path, every_steps=1, full_every=2) and None, 1, 1)

@@ -188,6 +188,10 @@ class CollectiveBackend(Lifecycle[CollectiveWorker, DistributedStrategy]):
     def steps_taken(self, call: str) -> int:
         return self._running_worker(call).steps
 
+    def steps_of_its_own(self, call: str) -> int:
+        """Return how many steps this process has taken, whichever step it began at or has loaded."""
+        return self._running_worker(call).own_steps
+
     def checkpoint_states(self, *, gives: bool) -> object_states.CheckpointStates:
         """Return the object that brings the states of all workers into the checkpoints that ``Checkpoints`` saves."""
         return object_states.CheckpointStates(self._running_worker("Checkpoints()"), gives=gives)

@@ -57,7 +57,7 @@ class CollectiveWorker:
         self.figures = WorkerFigures(clock)
         self.steps = 0
         #: of these, what this process has taken itself
-        self._own_steps = 0
+        self.own_steps = 0
         self.loads = 0
         #: how often each was made at a step, after so many loads
         self._calls: Counter[tuple[int, int, str]] = Counter()
@@ -210,7 +210,7 @@ class CollectiveWorker:
         elif self._reducer is not None and self._rounds_seen == self.group.monitor.rounds:
             self._reducer.check_watching()  # nothing was averaged since the step before: is that the user's will?
         self.steps += 1
-        self._own_steps += 1
+        self.own_steps += 1
         if self._pace.merged > 1:
             self._merged.add()
             if not self._pace.updates(self.steps):
@@ -332,7 +332,7 @@ class CollectiveWorker:
 
     def read_figures(self) -> dict[str, float]:
         """Return this worker's figures, from any thread."""
-        return self.figures.read(step=self.steps, steps=self._own_steps, lockstep=True, sent_bytes=self._sent_bytes)
+        return self.figures.read(step=self.steps, steps=self.own_steps, lockstep=True, sent_bytes=self._sent_bytes)
 
     @property
     def _sent_bytes(self) -> int:

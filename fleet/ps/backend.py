@@ -323,6 +323,10 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
     def steps_taken(self, call: str) -> int:
         return self._running_worker(call).progress.taken
 
+    def steps_of_its_own(self, call: str) -> int:
+        """Return how many steps this process has taken, whichever step it began at or has loaded."""
+        return self._running_worker(call).progress.own
+
     def checkpoint_states(self, *, gives: bool) -> CheckpointStates:
         """Return the object that brings the states of all workers into the checkpoints that ``Checkpoints`` saves."""
         return CheckpointStates(self._running_worker("Checkpoints()"), gives=gives)
