@@ -49,7 +49,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--whole", action="store_true", help="every case of the matrices that are marked `pairs`")
     parser.addoption(
-        "--part", type=_part, default=(1, 1), metavar="K/N", help="of slow and chaos cases the K-th of N parts"
+        "--part", type=_part, default=(1, 1), metavar="K/N", help="of slow and chaos tests the K-th of N parts"
     )
 
 
@@ -65,7 +65,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Of a matrix that is marked so, the default run has as many cases as its longest side, with each value of every
     side among them, or so many of these as the mark says. Slow ones are as many others as it takes that each value is
     together with each value of every other side; what the rest would show differs little from that. Of all slow
-    and chaos cases a run may have one part of several."""
+    and chaos tests a run may have one part of several."""
     matrices: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("pairs"):
@@ -84,9 +84,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             left += _beyond_pairs({item: [at for at, _ in places[item]] for item in [*fast, *slow]}, len(fast))
     number, parts = config.getoption("part")
     for item in items:
-        # Which part a case is in does not depend on what else is collected.
-        is_a_case = hasattr(item, "callspec") and any(map(item.get_closest_marker, ("slow", "chaos")))
-        if is_a_case and zlib.crc32(item.nodeid.encode()) % parts != number - 1:
+        # Which part a test is in does not depend on what else is collected.
+        is_long = any(map(item.get_closest_marker, ("slow", "chaos")))
+        if is_long and zlib.crc32(item.nodeid.encode()) % parts != number - 1:
             left.append(item)
     if left:
         without = set(left)
