@@ -524,7 +524,7 @@ def straight() -> Callable[[str], list[torch.Tensor]]:
     return look
 
 
-@pytest.mark.pairs
+@pytest.mark.pairs(4)
 @pytest.mark.parametrize("name", MAKES)
 @pytest.mark.parametrize("move", MOVES)
 def test_going_on_equals_never_stopping(

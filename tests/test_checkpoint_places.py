@@ -87,6 +87,7 @@ def loaded(dirname: str, servers: int = 3) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("store", ["local", "memory", "s3"])
+@pytest.mark.pairs(2)
 def test_base_and_delta_in_every_kind_of_place(store: str, stores: dict[str, str], streamed: list[int]) -> None:
     dirname = f"{stores[store]}/rün 1/ckpt"
     (expected,) = run_job(lambda fleet_, worker: save_twice(fleet_, dirname), 1, 2)

@@ -181,6 +181,7 @@ def test_only_the_question_goes_over_the_network(control: Counting, stack: conte
 
 
 @pytest.mark.parametrize("near", [True, False], ids=["one machine", "over TCP"])
+@pytest.mark.pairs(1)
 def test_large_frames_both_ways(
     near: bool, control: Counting, stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:

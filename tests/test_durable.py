@@ -455,6 +455,7 @@ def test_one_worker_without_rounds(tmp_path: Path, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", FREE)
+@pytest.mark.pairs(2)
 def test_every_push_once(tmp_path: Path, mode: str) -> None:
     job = DyingJob(counts(FREE[mode], torch.optim.SGD), tmp_path, plan=every(3, 2))
     total = sum(step + index + 1 for step in range(12) for index in range(2))

@@ -281,6 +281,7 @@ def test_other_modes_end_with_what_the_job_has(mode: str) -> None:
 @pytest.mark.parametrize(
     "evict", [fleet.nn.Unused(steps=4), fleet.nn.MaxRows(20)], ids=["unused", "at most so many on all servers"]
 )
+@pytest.mark.pairs(1)
 def test_rows_that_have_left_go(evict: Any) -> None:
     checked = Checked({6, 7, 8, 24, 30})
     strategy = StrategyFactory.create_sync_strategy().with_settings(evict_every=3)

@@ -932,6 +932,7 @@ def with_trainer(root: str, body: Callable[[Trainer], None], servers: int = 2, *
 
 
 @pytest.mark.parametrize(("servers", "dense"), [(1, "servers"), (3, "servers"), (2, "all_reduce")])
+@pytest.mark.pairs(1)
 def test_a_model_follows_checkpoints_and_their_deltas(tmp_path: Path, servers: int, dense: str) -> None:
     root = str(tmp_path / "run")
 

@@ -189,6 +189,7 @@ INTERRUPTED: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("mode", INTERRUPTED)
+@pytest.mark.pairs(2)
 def test_a_step_that_ctrl_c_strikes_happens_whole_or_not_at_all(mode: str) -> None:
     """Every 37th line is tried."""
     at, is_hit, both = 1, True, set()
@@ -274,6 +275,7 @@ def test_a_round_that_ctrl_c_strikes_is_done_over(
     ("name", "workers", "servers"),
     [(name, 1 + place % 3, 1 + place // 3 % 2) for place, name in enumerate(OPTIMIZERS)],
 )
+@pytest.mark.pairs(9)
 def test_every_optimizer_ends_where_one_process_does(name: str, workers: int, servers: int) -> None:
     def body(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
         model = make_model()
@@ -418,7 +420,7 @@ def with_closures(optimizer: Any, model: Net, worker: int) -> None:
     "train",
     [with_schedule, accumulating, accumulating_in_rounds, by_hand, with_gaps, with_zeros, with_closures],
 )
-@pytest.mark.pairs(4)
+@pytest.mark.pairs(3)
 def test_as_on_servers(net: Net, train: Callable[[Any, Net, int], None]) -> None:
     def make(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
         own = [each for each in model.parameters() if each.dim() == 1]
@@ -1044,6 +1046,7 @@ def test_layers_are_exact_whatever_rows_do(net: Net, mode: str) -> None:
 
 @pytest.mark.parametrize("saved_with", ["all_reduce", "servers"])
 @pytest.mark.parametrize("loaded_with", ["all_reduce", "servers"])
+@pytest.mark.pairs(2)
 def test_a_checkpoint_goes_from_either_place_to_either(
     net: Net, tmp_path: Path, saved_with: str, loaded_with: str
 ) -> None:
@@ -1290,7 +1293,7 @@ class Coming:
         pytest.param("half_async", False, 2, id="half_async again, two backwards"),
     ],
 )
-@pytest.mark.pairs(4)
+@pytest.mark.pairs(2)
 def test_a_worker_that_comes_gets_everything_from_another_one(
     net: Net, mode: str, elastic: bool, backwards: int
 ) -> None:
@@ -1318,6 +1321,7 @@ def test_a_worker_that_comes_gets_everything_from_another_one(
         pytest.param(True, True, id="amid a step, and heard of in the next backward"),
     ],
 )
+@pytest.mark.pairs(1)
 def test_a_synchronous_job_ends_where_it_would_with_a_worker_that_starts_again(
     net: Net, amid: bool, late: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -196,6 +196,7 @@ def test_a_call_as_fluid_has_it_says_how_it_is_called(
     assert todo in str(caught.value.todo)
 
 
+@pytest.mark.slow
 def test_a_strategy_for_lightning_says_what_it_needs(prepared: Prepared, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import sys; sys.modules['lightning'] = None; import fleet.lightning")

@@ -635,7 +635,7 @@ RULED = [
 
 
 @pytest.mark.parametrize(("admit", "evict"), RULED)
-@pytest.mark.pairs(2)
+@pytest.mark.pairs(1)
 def test_the_number_of_servers_makes_no_difference(admit: Admission | None, evict: list[Eviction]) -> None:
     spec = replace(SPEC, admit=admit, evict=tuple(evict))
     jobs = [Servers(count, spec) for count in (1, 2, 3)]

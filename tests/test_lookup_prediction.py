@@ -120,6 +120,7 @@ def test_one_request_from_the_second_forward_on() -> None:
     assert requests(forwards) == [1, 1, 1, 1, 4, 4, 4]
 
 
+@pytest.mark.slow
 def test_a_compiled_model() -> None:
     def forwards(fleet_: Fleet, net: Net, model: Any) -> None:
         for batch in batches(0, 3)[:-1]:

@@ -119,7 +119,7 @@ def same(got: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.pairs(6)
+@pytest.mark.pairs(4)
 def test_every_optimizer_ends_where_it_does_without_a_bound(tmp_path: Path, optimizer: str) -> None:
     got = run_job(trains(optimizer), 1, 1, environ=budget(tmp_path))[0]
     same(got, unbounded(optimizer, "sync", 1, 1))
@@ -138,6 +138,7 @@ def test_two_workers_and_two_servers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["sync", "geo"])
+@pytest.mark.pairs(1)
 def test_servers_that_are_killed(tmp_path: Path, strategy: str) -> None:
     workers = 2 if strategy == "sync" else 1
     job = DyingJob(

@@ -926,7 +926,7 @@ def places_in(value: object) -> Iterator[tuple[Any, Any]]:
     "odd", [None, -1, 10**400, -1e305, math.nan, math.inf, "x", "\ud800", [], {}, [[1]], "removed"]
 )
 @pytest.mark.parametrize("kind", ["worker", "server", "event"])
-@pytest.mark.pairs
+@pytest.mark.pairs(6)
 def test_no_odd_value_anywhere_in_a_record_ends_those_who_read_it(
     kind: str, odd: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

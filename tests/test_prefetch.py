@@ -298,6 +298,7 @@ def several_steps_a_batch(strategy: Strategy, data: Batches, workers: int) -> li
 
 
 @pytest.mark.parametrize("device", [None, "cpu"])
+@pytest.mark.pairs(1)
 def test_steps_after_the_first_on_a_batch_have_the_rows_of_the_step_before(device: str | None) -> None:
     """In a job that is synchronous as yet: rows came for the first step."""
 
@@ -337,7 +338,7 @@ def test_what_was_fetched_is_for_one_step_of_a_batch(mode: str, device: str | No
 @pytest.mark.parametrize("mode", ["sync", "ssp", "half_async", "gba", "auto"])
 @pytest.mark.parametrize("options", [{}, {"depth": 2}, {"device": "cpu"}], ids=["", "depth", "device"])
 @pytest.mark.parametrize("loops", [1, 30])
-@pytest.mark.pairs
+@pytest.mark.pairs(3)
 def test_any_number_of_batches_may_pass_without_a_step(
     mode: str, options: dict[str, Any], loops: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -406,6 +406,7 @@ def expected(op: str, dtype: str, tensors: list[torch.Tensor]) -> torch.Tensor:
 
 @pytest.mark.parametrize(("workers", "servers"), [(1, 1), (2, 2), (3, 1)])
 @pytest.mark.parametrize("op", OPS)
+@pytest.mark.pairs(6)
 def test_every_element_type_and_shape(op: str, workers: int, servers: int) -> None:
     def body(fleet: Fleet, worker: int) -> list[Any]:
         got: list[Any] = []

@@ -807,6 +807,7 @@ def test_no_message_has_to_arrive_the_first_time_where_workers_share_no_steps(
 
 @pytest.mark.parametrize("action", [Action.DROP_REQUEST, Action.DROP_REPLY])
 @pytest.mark.parametrize("mode", ["async", "half_async, all_reduce"])
+@pytest.mark.pairs(2)
 def test_a_server_that_a_job_has_left_ends_though_words_of_it_get_lost(mode: str, action: Action) -> None:
     lost = Fault(action, Endpoint.parse("server0:1"), 1, kind="switch", times=2)
     network = FaultyNetwork(LoopbackNetwork(), lost)
@@ -1581,6 +1582,7 @@ def test_a_checkpoint_after_a_move_brings_no_rows_back_that_have_left(tmp_path: 
 
 
 @pytest.mark.parametrize("then", [[0, 1], [1]], ids=["one stays", "all leave"])
+@pytest.mark.pairs(1)
 def test_a_server_whose_rows_lie_in_files_makes_room_for_those_to_come(then: list[int], tmp_path: Path) -> None:
     rows, batch = 40_000, 10_000
 

@@ -345,7 +345,7 @@ TABLES: dict[str, tuple[Callable[[], torch.nn.Module], tuple[torch.Tensor, ...]]
 }
 
 
-@pytest.mark.pairs
+@pytest.mark.pairs(4)
 @pytest.mark.parametrize("train", [True, False], ids=["trained", "never trained"])
 @pytest.mark.parametrize(("make", "inputs"), TABLES.values(), ids=TABLES)
 def test_an_example_of_one_sample_is_enough(tmp_path: Path, make: Any, inputs: Any, train: bool) -> None:

@@ -155,7 +155,7 @@ DEEDS: dict[str, Callable[[Fleet, Net, Path], None]] = {
 }
 
 
-@pytest.mark.pairs
+@pytest.mark.pairs(3)
 @pytest.mark.parametrize("deed", DEEDS)
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "dc-asgd"])
 def test_no_step_is_lost_and_none_counts_twice(strategy: str, deed: str, tmp_path: Path) -> None:

@@ -211,6 +211,7 @@ def compare_dense(
     assert not torch.equal(ours[0], dense_params(info, dtype)[0]), "nothing was trained"
 
 
+@pytest.mark.slow
 def test_options_on_dense_parameters(torchs: Any) -> None:
     tally = Tally("options, dense parameters")
     for info in infos(torchs):

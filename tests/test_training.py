@@ -920,6 +920,7 @@ def test_an_interruption_anywhere_in_a_step_counts_it_once(
 @pytest.mark.parametrize("device", [None, "cpu"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
 @pytest.mark.usefixtures("_handled")
+@pytest.mark.pairs(2)
 def test_an_interruption_anywhere_in_a_prefetch_leaves_nothing_under_way(number: int, device: str | None) -> None:
     """Nor a thread: lines so far apart are tried, of its loop and of its end."""
     alone = Fleet(environ={})

@@ -129,6 +129,7 @@ def serving(network: Network, pservers: str = "a:1", trainers: int = 1) -> Itera
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.pairs(9)
 def test_a_job_ends_where_torch_ends_and_to_the_bit_where_fleet_ends(name: str) -> None:
     make = OPTIMIZERS[name]
 
@@ -959,6 +960,7 @@ def test_a_job_of_one_behind_the_collective_door(
     assert weight.tolist() == [-1.0] * 3
 
 
+@pytest.mark.slow
 def test_the_import_is_light_and_a_script_behind_it_trains_alone() -> None:
     """In an interpreter of its own, without any variable of a job."""
     code = """
