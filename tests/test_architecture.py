@@ -330,6 +330,14 @@ def test_imports_point_downwards() -> None:
     assert {module: wrong for module in WITH_CODE if (wrong := wrong_in(module))} == {}, "upwards, or from a neighbour"
 
 
+def test_tests_reach_the_inside_of_a_job_through_one_file() -> None:
+    """The simulation is run without the tests too, and has its own way."""
+    tests = ROOT / "tests"
+    files = [path for path in tests.rglob("*.py") if path != Path(__file__)]
+    inside = {path.relative_to(tests).as_posix() for path in files if "._chosen" in path.read_text(encoding="utf-8")}
+    assert inside == {"inside.py", "simulation/job.py"}
+
+
 def test_there_are_no_cycles() -> None:
     try:
         TopologicalSorter({module: ours(module, at_import_only=True) for module in FILES}).prepare()

@@ -15,7 +15,7 @@ import torch
 from harness import PATIENT, SOON, Job, run_job, until
 from hypothesis import given
 from hypothesis import strategies as st
-from inside import connections, cuts_of, flush, leave, set_time
+from inside import connections, cuts_of, flush, leave, set_time, worker_of
 
 import fleet
 import fleet.nn
@@ -119,7 +119,7 @@ def test_a_copy_made_before_the_job_keeps_the_rules() -> None:
         fleet_.distributed_optimizer(torch.optim.SGD(made.parameters(), lr=1.0), model=made)
         fleet_.init_worker()
         made(torch.tensor([1]), weights=torch.tensor([1.0]))
-        described.append(fleet_._chosen._worker.trained.plan.spec.tables[0])  # type: ignore[union-attr]
+        described.append(worker_of(fleet_).trained.plan.spec.tables[0])
 
     run_job(body)
     assert (described[0].admit, described[0].evict) == (BY_WEIGHT, (Unused(steps=3),))
@@ -607,7 +607,7 @@ def test_a_worker_that_dies_before_the_cut_leaves_it_to_another(servers: Servers
             raise DeadError
 
         if index == 1:
-            cuts_of(fleet_)._settle = die
+            cuts_of(fleet_)._find_and_tell = die
         for step in range(1, STEPS + 1):
             loss = module(batch_of(index, step)).sum()
             if (index, step) == (1, EVERY):
@@ -635,7 +635,7 @@ def test_a_worker_that_starts_again_makes_the_cut_first(servers: Servers) -> Non
         def die(_: Any) -> None:
             raise DeadError
 
-        cuts_of(first)._settle = die
+        cuts_of(first)._find_and_tell = die
         with pytest.raises(DeadError):
             optimizer.minimize(module(batch_of(0, EVERY)).sum())
         assert servers.await_cuts
@@ -655,15 +655,15 @@ def test_an_interrupted_agreement_is_finished_by_the_next_call(servers: Servers)
     def body(fleet_: Fleet, _: int) -> None:
         module, optimizer = limited(fleet_)
         cuts = cuts_of(fleet_)
-        settle, interrupted = cuts._settle, []
+        find_and_tell, interrupted = cuts._find_and_tell, []
 
         def interrupt(tables: Any) -> None:
             if not interrupted:
                 interrupted.append(tables)
                 raise KeyboardInterrupt
-            settle(tables)
+            find_and_tell(tables)
 
-        cuts._settle = interrupt
+        cuts._find_and_tell = interrupt
         for step in range(1, STEPS + 1):
             try:
                 optimizer.minimize(module(batch_of(0, step)).sum())

@@ -217,14 +217,14 @@ class Reducer:
         assert self._census.grad is not None
         # Beside the gradients the census is averaged as they are.
         counted = self._census.grad.tolist()
-        done = self._settle(counted, self._group.size if self._device.type == "cpu" else 1, self._params)
+        done = self._read_census(counted, self._group.size if self._device.type == "cpu" else 1, self._params)
         if not self._is_settled:
             # Buckets in the order in which gradients came on worker 0; the census, which came last, in the last one.
             self._group.at_once(self._reducer._rebuild_buckets)
             self._is_settled = True
         self._end_round(done)
 
-    def _settle(self, counted: Sequence[float], divided_by: int, of: Sequence[torch.nn.Parameter]) -> Round:
+    def _read_census(self, counted: Sequence[float], divided_by: int, of: Sequence[torch.nn.Parameter]) -> Round:
         """Read the census of these parameters, which may have been divided, and correct the gradients where not all was
         there."""
         size, params = self._group.size, len(of)

@@ -185,7 +185,7 @@ class Frames:
         self._uses.set(frames, 0)
         self._free = np.concatenate([self._free, frames])
 
-    def settle(self, frames: Ids, ids: Ids, records: Ids, *, awaited: bool = False) -> None:
+    def occupy(self, frames: Ids, ids: Ids, records: Ids, *, awaited: bool = False) -> None:
         """Say which rows are in frames, which records of the file are the same, and if the request that they come for
         is yet to use them."""
         self._keys.put(frames, ids)

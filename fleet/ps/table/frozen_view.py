@@ -55,7 +55,7 @@ class FrozenView:
         self.since, self.until = since, until
         self.steps = [table.step for table in tables]
         for table in tables if since else ():
-            table.settle()
+            table.take_out_due()
         #: what the rows that are gone are told by, and those that were removed
         self.cuts = [table.cut for table in tables]
         self.removed = [table.removed_since(since) for table in tables]

@@ -185,7 +185,7 @@ class LivingTable(Table):
 
     def load(self, ids: Ids, columns: Mapping[str, Array]) -> None:
         """Set columns of ids. New rows of which it is not known count as seen once, and now."""
-        self.settle()
+        self.take_out_due()
         ids = self._checked(ids)
         defaults = {USED: self.step, TIME: self._now, SEEN: 1, WEIGHTS: 1.0}
         lacking = [name for name in self._columns if name not in columns]
@@ -198,7 +198,7 @@ class LivingTable(Table):
 
     def remove(self, ids: Ids) -> None:
         """Take away the rows of ids, which are distinct, as the rows that were loaded before did not last."""
-        self.settle()
+        self.take_out_due()
         super().remove(ids)
 
     def _find(self, ids: Ids) -> Ids:
@@ -223,7 +223,7 @@ class LivingTable(Table):
         return np.dtype(self._columns[column]) if column in self._columns else self._dtype
 
     def export(self) -> Batch:
-        self.settle()
+        self.take_out_due()
         return super().export()
 
     # ---------------------------------------------------------------- eviction
@@ -237,7 +237,7 @@ class LivingTable(Table):
         """Let rows leave that have to at this moment."""
         if not self.spec.evict:
             return
-        self.settle()
+        self.take_out_due()
         self._tell(now)
         self._rankings, self._agreed, self._awaits = {}, {}, tuple(self.budgets)
         if not self._awaits:
@@ -296,7 +296,7 @@ class LivingTable(Table):
             else:
                 self._swept = place
 
-    def settle(self) -> None:
+    def take_out_due(self) -> None:
         """Take out all rows that are due."""
         while self.cut is not None:
             self.sweep(_AT_ONCE)

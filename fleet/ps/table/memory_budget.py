@@ -149,7 +149,7 @@ class MemoryBudget:
         kept = max(self._memory.nbytes // 2, (self.taken - spare) * 9 // 8)
         self._limit = min(self._memory.nbytes, max(kept, self.taken - max(_LEAST_STEP, self._memory.nbytes >> 10)))
         if self.left < 0:
-            self.settle()
+            self.reclaim()
         return self.taken <= kept
 
     def take_over(self) -> None:
@@ -165,17 +165,17 @@ class MemoryBudget:
         least = min(others, key=_worth)
         return least if not asking.spare_bytes or _worth(least) < _CLEARLY * _worth(asking) else asking
 
-    def settle(self) -> None:
+    def reclaim(self) -> None:
         """Make tables give back what is taken beyond the budget, as what is kept of every row has grown."""
         while self.left < 0:
             able = [holder for holder in self._holders if holder.spare_bytes > 0]
             if not able or self._is_over:
-                self._cannot_settle()
+                self._cannot_reclaim()
                 return
             giver = min(able, key=_worth)
             giver.give_back(min(-self.left, giver.spare_bytes))
 
-    def _cannot_settle(self) -> None:
+    def _cannot_reclaim(self) -> None:
         largest = max(self._holders, key=lambda holder: holder.account.taken)
         if self.is_guest:
             raise self._no_room(largest.name, self.taken)

@@ -699,7 +699,7 @@ class Shard:
     def _export_removed(self, index: int, start: int, since: int, frozen: FrozenView | None) -> Piece:
         table = self.tables[index]
         if frozen is None:
-            table.settle()
+            table.take_out_due()
         parts = table.removed_since(since) if frozen is None else frozen.removed[index]
         ids = np.unique(np.concatenate(parts)) if parts else np.empty(0, np.int64)
         stop = start + PIECE_BYTES // ids.itemsize

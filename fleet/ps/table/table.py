@@ -222,7 +222,7 @@ class Table:
         """Take away the rows of ids, which are distinct, while a checkpoint is loaded."""
         self._store.remove(self._checked(ids))
 
-    def settle(self) -> None:
+    def take_out_due(self) -> None:
         """Take out all rows that are due: none."""
 
     def removed_since(self, epoch: int) -> list[Ids]:

@@ -190,7 +190,7 @@ class TieredStore:
             new, places = unique(ids[self.created])
             fresh = self._room_for(new.size, slots[slots >= 0])
             self._frames.fill(fresh)
-            self._frames.settle(fresh, new, np.full(fresh.size, CHANGED))
+            self._frames.occupy(fresh, new, np.full(fresh.size, CHANGED))
             self._index.enter(new, fresh << 1 | 1)
             slots[self.created] = fresh[places]
         return slots
@@ -264,7 +264,7 @@ class TieredStore:
         """Bring rows into memory, of which these are the lines, and return their frames. The rows ``held`` stay."""
         ids, into = _ids_of(lines), self._room_for(records.size, held)
         self._frames.unpack(into, self._layout.offsets, lines)
-        self._frames.settle(into, ids, records, awaited=True)
+        self._frames.occupy(into, ids, records, awaited=True)
         self._index.move(ids, records << 1, into << 1 | 1)
         return into
 
@@ -335,7 +335,7 @@ class TieredStore:
             self.account.take(indexed - self._indexed)
             self._indexed = indexed
         if self.account.left < 0:
-            self._budget.settle()
+            self._budget.reclaim()
 
     # ---------------------------------------------------------------- the file
 

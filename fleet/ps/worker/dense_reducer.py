@@ -264,7 +264,7 @@ class LastingReducer(Reducer):
             elif average is not None and param.grad is not None:
                 param.grad.copy_(average.view_as(param))
         self._averages = []
-        self._end_round(self._settle(self._counted, 1, self._every))
+        self._end_round(self._read_census(self._counted, 1, self._every))
 
     def _leave_round(self) -> None:
         # Where some worker has a gradient that was in no bucket all average once more, and everything.
@@ -272,6 +272,6 @@ class LastingReducer(Reducer):
             super()._leave_round()
         self._lasting.advance()
 
-    def _settle(self, counted: Sequence[float], divided_by: int, of: Sequence[torch.nn.Parameter]) -> Round:
-        self._done = super()._settle(counted, divided_by, of)
+    def _read_census(self, counted: Sequence[float], divided_by: int, of: Sequence[torch.nn.Parameter]) -> Round:
+        self._done = super()._read_census(counted, divided_by, of)
         return self._done

@@ -408,7 +408,7 @@ class Pusher:
             raise
         with uninterrupted():  # or half of the values would be new, or half of an exchange be made once more
             self._finish(push, step, replies)
-        self._cuts.settle()
+        self._cuts.tell_due()
         self.reload_if_replaced()
 
     def _placed(self, step: int, first: Frame) -> list[Frame]:
@@ -511,7 +511,7 @@ class Pusher:
         push.arrived()
         progress.notice(replies)  # long before values are fetched again, perhaps
         progress.completed, progress.steps = step, progress.steps + push.gradients.steps
-        self._cuts.settle_behind([reply.message for reply in replies])
+        self._cuts.tell_due_behind([reply.message for reply in replies])
         return replies
 
     def send_early(self, attempt: int, param: int, grad: torch.Tensor) -> bool:

@@ -103,17 +103,17 @@ class RowCuts:
         self._due.clear()
         self.notice(answers)
 
-    def settle(self) -> None:
+    def tell_due(self) -> None:
         """Find and tell what is due, on the thread that trains. If it is interrupted, it is still due."""
         if self._due:
-            self._settle(sorted(self._due))
+            self._find_and_tell(sorted(self._due))
             self._due.clear()
 
-    def settle_behind(self, replies: Sequence[pb.Reply]) -> None:
+    def tell_due_behind(self, replies: Sequence[pb.Reply]) -> None:
         """Find and tell what is due by these replies, on a thread beside the user's."""
         tables = self._named(replies)
         if tables:
-            self._settle(sorted(tables))
+            self._find_and_tell(sorted(tables))
 
     def _named(self, replies: Sequence[pb.Reply]) -> set[int]:
         """Return the tables that servers name. Where steps are shared, one that does not has been told by another
@@ -121,7 +121,7 @@ class RowCuts:
         named = [set(reply.cuts) for reply in replies]
         return set.union(*named) if self._shares_steps else set.intersection(*named)
 
-    def _settle(self, tables: Sequence[int]) -> None:
+    def _find_and_tell(self, tables: Sequence[int]) -> None:
         found = self._find(tables)
         cut = pb.Cut(
             tables=list(found),

@@ -209,7 +209,7 @@ class WorkerRuntime:
                 self.progress.go_back(resumed)
             if not self.policy.shares_steps or len({answer.version for answer in answers}) == 1:
                 self.cuts.notice(answers)  # of a step that was over before this process began
-                self.cuts.settle()
+                self.cuts.tell_due()
             if self.assignment.index == 0:
                 initialize(self.connections, trained, answers)
             # Others that are yet to take the step that this worker has pushed already may wait for it to join them.
@@ -580,7 +580,7 @@ class WorkerRuntime:
             self._geo.finish_rows()
         if self._dense is not None and not self.turns.is_other_thread:
             self._dense.finish_interrupted()
-        self.cuts.settle()
+        self.cuts.tell_due()
         self._barrier.finish_interrupted()
 
     def _refuse_late(self, call: str) -> None:

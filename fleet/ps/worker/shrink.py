@@ -20,7 +20,7 @@ def shrink(worker: WorkerRuntime) -> None:
             request = pb.Shrink(now=wall_time(), version=worker.progress.completed)
             replies = worker.connections.ask("shrink()", shrink=request)
             worker.cuts.notice([reply.message for reply in replies])
-            worker.cuts.settle()
+            worker.cuts.tell_due()
 
         once(worker, worker.progress.name_of_call("shrink()"), act, by_anyone=True)
         worker.forget_rows()
