@@ -3,6 +3,8 @@ leave half of it done."""
 
 from __future__ import annotations
 
+# What ``signal`` itself calls: it makes an enum of each handler, which takes ten times as long, several times a step.
+import _signal  # type: ignore[import-not-found]
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -35,14 +37,14 @@ def uninterrupted() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    held = [(number, handler, _Later()) for number in _SIGNALS if _is_held_back(handler := signal.getsignal(number))]
+    held = [(number, handler, _Later()) for number in _SIGNALS if _is_held_back(handler := _signal.getsignal(number))]
     if not held:
         yield
         return
     raised: BaseException | None = None
     try:
         for number, _, later in held:
-            signal.signal(number, later)
+            _signal.signal(number, later)
         yield
     finally:
         rest = [*held]
@@ -50,8 +52,8 @@ def uninterrupted() -> Iterator[None]:
             try:
                 while rest:
                     number, handler, later = rest[-1]
-                    if signal.getsignal(number) is later:  # else another one was set inside
-                        signal.signal(number, handler)
+                    if _signal.getsignal(number) is later:  # else another one was set inside
+                        _signal.signal(number, handler)
                     rest.pop()
             except BaseException as error:  # that of another signal's handler, which is run first
                 raised = error

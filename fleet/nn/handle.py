@@ -167,7 +167,7 @@ class TableHandle:
         self._is_outdated = False
         self._has_told = False
         #: the distinct ids of the last gradient that a backward made: as they stand in it, and on the CPU
-        self._given = (torch.empty(0, dtype=torch.int64),) * 2
+        self._given = torch.empty(1, 0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
         setattr(weight, _ATTRIBUTE, self)
         if not uploaded:
             self.release()
@@ -343,7 +343,7 @@ class TableHandle:
         weighed = None
         if trained and self._weights is not None:
             weighed = self._weights.look_up(lookup.ids, lookup.inverse, wanted.weights)
-        shaped, there = inverse.view(ids.shape), lookup.ids_there
+        shaped, there = inverse if ids.dim() == 1 else inverse.view(ids.shape), lookup.ids_there
         return Found(rows, shaped, padding, lookup.ids, weight if trained else None, weighed, there)
 
     @property
@@ -370,7 +370,7 @@ class TableHandle:
 
     def gave(self, gradient: torch.Tensor, ids: torch.Tensor) -> None:
         """Note that a backward has made a gradient of rows of these ids, which are distinct and on the CPU."""
-        self._given = gradient._indices()[0], ids
+        self._given = gradient._indices(), ids
 
     def gradient(self) -> GradientRows | None:
         """Return the rows that stand in ``weight.grad``; None if nothing does.
@@ -391,10 +391,10 @@ class TableHandle:
                 ids = (grad != 0).any(1).nonzero().flatten()
                 return GradientRows(ids, grad[ids], True)
             grad = by_rows(grad)
-            ids, (given, known) = grad._indices()[0], self._given
+            ids, (given, known) = grad._indices(), self._given
             if ids.data_ptr() == given.data_ptr() and ids.shape == given.shape and ids.device == given.device:
                 return GradientRows(known, grad._values(), True)
-            return GradientRows(ids, grad._values(), grad.is_coalesced())
+            return GradientRows(ids[0], grad._values(), grad.is_coalesced())
 
 
 def look_up(wanted: Sequence[Wanted]) -> list[Lookup]:

@@ -214,9 +214,10 @@ class LookupPrediction:
             return
         known, seen = forward.known, [each for request in forward.seen for each in request]
         found, expected = [identity for _, identity in seen], list(map(_identity, forward.expected))
+        is_as_expected = found == expected
         if expected:
-            known.judge(was_right={*expected} <= {*found})
-        if found == expected:
+            known.judge(was_right=is_as_expected or {*expected} <= {*found})
+        if is_as_expected:
             return
         known.plan = []
         if len(forward.seen) > 1:

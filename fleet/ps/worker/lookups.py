@@ -91,16 +91,20 @@ class Fetch:
         #: the oldest version of which an answer is
         self.version: int | None = None
         self._clocks: list[list[tuple[int, ReadAt]]] = [[] for _ in queries]  #: by server, of each query
+        self._noted: list[Readings | None] = [None] * len(queries)  #: where these stand already
         self._arrived = False
         self.failed = False
 
     def rows(self, place: int, read_at: Readings) -> Array:
         """Return the rows of one query; its table's clocks go into ``read_at`` unless older ones stand there."""
+        if self._noted[place] is read_at:  # as for most, which were foreseen and are then looked up
+            return self._rows[place]
         self.arrive()
         query = self._queries[place]
         if query.training or torch.is_grad_enabled():  # else no gradient will come of it
             for server, clock in self._clocks[place]:
                 read_at.setdefault((server, query.table), clock)
+            self._noted[place] = read_at
         return self._rows[place]
 
     def clocks(self, place: int) -> list[tuple[int, ReadAt]]:
@@ -643,7 +647,6 @@ def _memory(wanted: Sequence[Wanted]) -> Memory | None:
 
 def flat(ids: torch.Tensor) -> torch.Tensor:
     """Return ids one after the other, as numbers of 64 bits on the CPU."""
-    ids = ids.detach()
     if ids.dtype is not torch.int64 or not ids.is_cpu:
         ids = ids.to("cpu", torch.int64)
     return ids if ids.dim() == 1 else ids.reshape(-1)
