@@ -65,16 +65,19 @@ def tried(seeds: range) -> Tally:
                 )
             )
     gc.collect()
+    gc.freeze()  # what is left stays, and is not looked at again
     return tally
 
 
 def begin(cores: multiprocessing.SimpleQueue[int] | None = None) -> None:
     """Make a process fit for simulations. On one core a turn passes from thread to thread in a tenth of the time, and
-    garbage is collected between batches of seeds."""
+    in a third of that where whoever hands it over is not interrupted by who gets it. Garbage is collected between
+    batches of seeds."""
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
     if cores is not None:
         os.sched_setaffinity(0, {cores.get()})
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         gc.disable()
     gc.freeze()
 

@@ -465,11 +465,13 @@ class Simulation:
         )
 
     def _look_at_checkpoints(self) -> None:
-        root = place_at(self._storage)
-        for checkpoint in complete(root):
-            self.told.damaged += [
-                f"{found.where}: {found.what}" for found in verify(checkpoint.where) if isinstance(found, Problem)
-            ]
+        root, verified = place_at(self._storage), set[str]()
+        for checkpoint in complete(root):  # the latest first, with what they go on from
+            if checkpoint.where not in verified:
+                verified |= {each.where for each in checkpoint.lineage()}
+                self.told.damaged += [
+                    f"{found.where}: {found.what}" for found in verify(checkpoint.where) if isinstance(found, Problem)
+                ]
             (steps,) = parameters(checkpoint, {"steps"})
             table = next(each for each in checkpoint.manifest.spec.tables if each.name == "rows.weight")
             rows = Rows(checkpoint, table)
