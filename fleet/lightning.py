@@ -239,7 +239,7 @@ class FleetStrategy(ParallelStrategy):
             return tensor
         if sync_grads:
             raise UnsupportedError("all_gather(sync_grads=True) is not there", todo="Gather without gradients.")
-        places = torch.zeros(self.world_size, *tensor.shape, dtype=tensor.dtype)
+        places = torch.zeros(self.world_size, *tensor.shape, dtype=tensor.dtype, device="cpu")
         places[self.global_rank] = tensor.detach().cpu()
         return self._job.all_reduce_worker(places).to(tensor.device, tensor.dtype)
 
@@ -252,8 +252,8 @@ class FleetStrategy(ParallelStrategy):
         except (TypeError, ValueError) as error:
             raise UnsupportedError("broadcast() takes what JSON can say", got=repr(obj)) from error
         length = self._job.all_reduce_worker(len(own), op="max")
-        places = torch.zeros(length, dtype=torch.int64)
-        places[: len(own)] = torch.tensor(list(own), dtype=torch.int64)
+        places = torch.zeros(length, dtype=torch.int64, device="cpu")
+        places[: len(own)] = torch.tensor(list(own), dtype=torch.int64, device="cpu")
         return json.loads(bytes(self._job.all_reduce_worker(places).tolist()))
 
     @staticmethod

@@ -357,6 +357,25 @@ def test_light_modules_import_the_standard_library_only() -> None:
     assert {module: others for module in light if (others := others_in(module))} == {}
 
 
+#: What makes tensors where the script has chosen that new ones are, unless it is told where.
+MAKE_TENSORS = (
+    "arange as_tensor asarray empty eye full linspace ones rand randint randn randperm scalar_tensor tensor zeros"
+)
+
+
+def test_a_tensor_that_is_made_here_says_where() -> None:
+    """A script may have called ``torch.set_default_device``, which is meant for what it makes itself."""
+    made = {f"torch.{name}" for name in MAKE_TENSORS.split()}
+
+    def silent(module: str) -> list[int]:
+        calls = (node for node in nodes(module) if isinstance(node, ast.Call) and ast.unparse(node.func) in made)
+        return [call.lineno for call in calls if not any(each.arg == "device" for each in call.keywords)]
+
+    found = {module: lines for module in WITH_CODE if (lines := silent(module))}
+    assert len(found.pop("fleet.nn.embedding")) == 1, "the weight that a script makes with an embedding"
+    assert found == {}
+
+
 @cache
 def uses(module: str) -> set[str]:
     """Every name the file imports or looks up, in full: with ``import numpy as np``, np.random.x is numpy.random.x."""

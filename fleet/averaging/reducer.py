@@ -83,7 +83,9 @@ class Reducer:
         self._engine = torch.autograd.Variable._execution_engine
         self._device = one_device(params, names)
         self._asked = asked
-        self._census = torch.nn.Parameter(torch.zeros(group.size * (1 + self._words) + len(params) + len(asked)))
+        self._census = torch.nn.Parameter(
+            torch.zeros(group.size * (1 + self._words) + len(params) + len(asked), device="cpu")
+        )
         self._everything = torch.ones_like(self._census, requires_grad=False)
         self._everything[: group.size] = 0
         self._everything[group.size + len(params) :] = 0
@@ -100,7 +102,7 @@ class Reducer:
         if not taking_part:
             for param in self._params:
                 param.grad = None
-        probe = torch.zeros((), requires_grad=True)
+        probe = torch.zeros((), requires_grad=True, device="cpu")
         probe.register_hook(lambda _: self._open())  # type: ignore[no-untyped-call]
         try:
             (probe * 1).backward()  # type: ignore[no-untyped-call]
@@ -209,8 +211,8 @@ class Reducer:
         first = len(census) - self._group.size * words - len(self._asked)
         stop = first + len(self._asked)
         if self._taking_part:
-            census[first:stop] = torch.tensor([float(ask()) for ask in self._asked])
-        census[stop + self._group.rank * words :][:words] = torch.tensor(self._says(), dtype=census.dtype)
+            census[first:stop] = torch.tensor([float(ask()) for ask in self._asked], device="cpu")
+        census[stop + self._group.rank * words :][:words] = torch.tensor(self._says(), dtype=census.dtype, device="cpu")
 
     @torch.no_grad()
     def _finish(self) -> None:

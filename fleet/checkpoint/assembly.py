@@ -35,7 +35,7 @@ class Assembly:
                 if tensor.numel() != entry["numel"] or not 0 <= begin <= end <= self._numel[name]:
                     raise self._lacks(name)
                 come.setdefault(key, []).append((begin, end))
-                total = pieces.setdefault(key, torch.empty(self._numel[name], dtype=tensor.dtype))
+                total = pieces.setdefault(key, torch.empty(self._numel[name], dtype=tensor.dtype, device="cpu"))
                 total[begin:end] = tensor.reshape(-1)
             else:
                 pieces.setdefault(key, tensor)

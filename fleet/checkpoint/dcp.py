@@ -282,7 +282,7 @@ class FleetStorageReader(StorageReader):
             described = contents.tensors[item.storage_index.fqn]
             target = planner.resolve_tensor(item).detach()
             fits = target.is_cpu and target.dtype == described.dtype
-            room = target if fits else torch.empty(target.shape, dtype=described.dtype)
+            room = target if fits else torch.empty(target.shape, dtype=described.dtype, device="cpu")
             start, stop = item.storage_offsets[0], item.storage_offsets[0] + item.lengths[0]
             first = item.storage_offsets[1] if len(item.lengths) > 1 else 0
             columns = slice(first, first + item.lengths[1]) if len(item.lengths) > 1 else slice(None)
@@ -595,7 +595,7 @@ class _Source:
         offsets = [0] * len(sizes)
         if stop is not None:
             offsets[0], sizes[0] = start, stop - start
-        value = torch.empty(sizes, dtype=told.properties.dtype)
+        value = torch.empty(sizes, dtype=told.properties.dtype, device="cpu")
         wanted = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
         items = create_read_items_for_chunk_list(name, told, [wanted])
         planner: Any = _Into(value)

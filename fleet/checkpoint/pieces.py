@@ -141,7 +141,7 @@ def _tensor(told: Mapping[str, Any], body: memoryview) -> torch.Tensor:
     if stop - start != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"a tensor has another size than its shape: {told}")
     if start == stop:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(body[start:stop], dtype=dtype).view(shape)
 
 

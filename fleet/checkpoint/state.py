@@ -324,7 +324,7 @@ class _Decoder:
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"{name} is no element type")
         bits = torch.from_numpy(np.frombuffer(self._part(start, stop), np.uint8).copy())
-        return bits.view(dtype).reshape(shape) if len(bits) else torch.empty(shape, dtype=dtype)
+        return bits.view(dtype).reshape(shape) if len(bits) else torch.empty(shape, dtype=dtype, device="cpu")
 
     def _array(self, told: list[Any]) -> np.ndarray[Any, Any]:
         name, shape, start, stop = told

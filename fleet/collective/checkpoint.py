@@ -134,7 +134,7 @@ def load(worker: CollectiveWorker, dirname: object, *, strict: bool = True) -> N
         found = json.loads(monitor.ask(lambda store: store.get(key)))
         if "failure" in found:
             raise CheckpointError("worker 0 could not load the checkpoint", where=str(dirname), got=found["failure"])
-        values = [torch.empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in found["tensors"]]
+        values = [torch.empty(shape, dtype=getattr(torch, dtype), device="cpu") for shape, dtype in found["tensors"]]
     values = [value.to(worker.device) for value in values]
     group.broadcast(values, 0)
     _fill(worker, found, values)

@@ -14,7 +14,7 @@ from fleet.collective.process_group import Group
 @torch.no_grad()
 def average_parameters(group: Group, params: Sequence[torch.nn.Parameter], contribute: bool) -> Round:
     """Return the mean of the parameters of all workers that contribute, on every worker."""
-    marks = torch.zeros(group.size)
+    marks = torch.zeros(group.size, device="cpu")
     marks[group.rank] = float(contribute)
     counting = dist.all_reduce(marks, group=group.control, async_op=True)
     by_dtype: dict[torch.dtype, list[torch.nn.Parameter]] = {}

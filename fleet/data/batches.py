@@ -201,7 +201,7 @@ def collated(samples: Sequence[Batch], layout: Layout) -> Batch:
         if width:
             batch[name] = torch.stack(values)
         else:
-            sizes = torch.tensor([0, *map(len, values)])
+            sizes = torch.tensor([0, *map(len, values)], device="cpu")
             batch[name] = Ragged(torch.cat(values), sizes.cumsum(0)[:-1])
     return batch
 

@@ -86,7 +86,7 @@ class SampleFiles(IterableDataset[Batch], ABC):
         self._layout = layout(self.columns).used()
         self._all_pieces = [piece for file in self.files for piece in self._pieces(file)]
         #: Shared with worker processes, those that are there already too: the epoch, and whether such processes read.
-        self._shared = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self._shared = torch.zeros(2, dtype=torch.int64, device="cpu").share_memory_()  # type: ignore[no-untyped-call]
         self._position: Position | None = None
         self._loaded: Mapping[str, Any] | None = None
 

@@ -61,7 +61,7 @@ class Bags(NamedTuple):
 
     def sizes(self, inverse: torch.Tensor) -> torch.Tensor:
         if self.offsets is None:
-            return torch.full((len(inverse),), inverse.shape[1])
+            return torch.full((len(inverse),), inverse.shape[1], device=inverse.device)
         # The last bag ends with the ids, whatever a last offset says.
         starts = self.offsets.long()[: -1 if self.include_last_offset else None]
         return torch.cat([starts, starts.new_tensor([len(inverse)])]).diff()
@@ -282,7 +282,7 @@ def _sparse(rows: torch.Tensor, ids: torch.Tensor, like: tuple[torch.Size, torch
         # Torch resizes a gradient without rows when another one is added to it, and numpy's memory cannot be.
         ids, rows = torch.empty_like(ids), torch.empty_like(rows)
     # That every id is there once is not said: torch would take it for granted of sums of these, too.
-    return torch.sparse_coo_tensor(ids[None], rows, shape, check_invariants=False)
+    return torch.sparse_coo_tensor(ids[None], rows, shape, check_invariants=False, device=device)
 
 
 class _Expand(torch.autograd.Function):

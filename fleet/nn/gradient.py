@@ -16,9 +16,9 @@ import torch
 
 from fleet.errors import UnsupportedError
 from fleet.nn.calls import changed, is_in_place, name_of, written
-from fleet.nn.whole_values import outside_inference
 from fleet.numeric.bits import alike
 from fleet.numeric.compiler import uncompiled
+from fleet.numeric.modes import outside_inference
 
 
 class Table(Protocol):
@@ -247,7 +247,9 @@ def by_rows(gradient: torch.Tensor) -> torch.Tensor:
     ids, place = rows.unique(return_inverse=True)
     values = numbers.new_zeros(len(ids), gradient.shape[1])
     values[place, columns] = numbers
-    return torch.sparse_coo_tensor(ids[None], values, gradient.shape, check_invariants=False, is_coalesced=True)
+    return torch.sparse_coo_tensor(
+        ids[None], values, gradient.shape, check_invariants=False, is_coalesced=True, device=values.device
+    )
 
 
 def _has_zeros(gradient: RowGradient) -> bool:
@@ -264,7 +266,12 @@ def _dense(gradient: RowGradient, what: str) -> torch.Tensor:
 def _rows(source: RowGradient, values: torch.Tensor) -> RowGradient:
     """Return the same rows with other numbers."""
     made = torch.sparse_coo_tensor(
-        source._indices(), values, source.shape, check_invariants=False, is_coalesced=source.is_coalesced()
+        source._indices(),
+        values,
+        source.shape,
+        check_invariants=False,
+        is_coalesced=source.is_coalesced(),
+        device=values.device,
     )
     return RowGradient.of(made, source._table)
 
@@ -415,7 +422,7 @@ def _replace(gradient: RowGradient, dense: torch.Tensor, what: str) -> None:
         held[gradient._indices()[0]] = True
         ids = held.nonzero().view(1, -1)
         gradient.data = torch.sparse_coo_tensor(
-            ids, dense[ids[0]], dense.shape, check_invariants=False, is_coalesced=True
+            ids, dense[ids[0]], dense.shape, check_invariants=False, is_coalesced=True, device=dense.device
         )
         torch.autograd.graph.increment_version(gradient)
 

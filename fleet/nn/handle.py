@@ -24,9 +24,10 @@ from fleet.nn.gradient import by_rows
 from fleet.nn.lookup_weights import LookupWeights, WeighedLookup
 from fleet.nn.table_weight import TableWeight, hollow
 from fleet.nn.trainables import check_type
-from fleet.nn.whole_values import WholeValues, outside_inference, outside_transforms
+from fleet.nn.whole_values import WholeValues
 from fleet.numeric.jit import Array, Ids
 from fleet.numeric.merge import merge
+from fleet.numeric.modes import outside_inference, outside_transforms
 from fleet.plan.life import Admission, Eviction, goes_by_weight
 from fleet.plan.specs import Initializer
 
@@ -167,7 +168,10 @@ class TableHandle:
         self._is_outdated = False
         self._has_told = False
         #: the distinct ids of the last gradient that a backward made: as they stand in it, and on the CPU
-        self._given = torch.empty(1, 0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
+        self._given = (
+            torch.empty(1, 0, dtype=torch.int64, device="cpu"),
+            torch.empty(0, dtype=torch.int64, device="cpu"),
+        )
         setattr(weight, _ATTRIBUTE, self)
         if not uploaded:
             self.release()

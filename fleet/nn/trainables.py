@@ -141,7 +141,7 @@ def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Say whether any byte belongs to both, whose extents overlap: columns of a matrix are interleaved."""
     first = min(one.data_ptr(), other.data_ptr())
     stop = max(_extent(one)[2], _extent(other)[2])
-    marks = torch.zeros(stop - first, dtype=torch.bool)
+    marks = torch.zeros(stop - first, dtype=torch.bool, device="cpu")
 
     def bytes_of(param: torch.Tensor) -> torch.Tensor:
         strides = [stride * param.itemsize for stride in param.stride()]

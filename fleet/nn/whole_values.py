@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from fleet.numeric.bits import alike, changed
 from fleet.numeric.jit import Ids
+from fleet.numeric.modes import outside_inference, outside_transforms
 
 
 class WholeValues:
@@ -103,17 +103,3 @@ class WholeValues:
 def _is_wrapped(tensor: torch.Tensor) -> bool:
     """Say whether it stands for another one in a transformation of ``torch.func``."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
-
-
-def outside_inference() -> AbstractContextManager[Any]:
-    """Surround what makes tensors that outlast ``torch.inference_mode()``, which autograd would leave out."""
-    return torch.inference_mode(False)
-
-
-def outside_transforms() -> AbstractContextManager[Any]:
-    """Surround what makes tensors of its own, which a transformation of ``torch.func`` would take for its."""
-    if not torch._C._are_functorch_transforms_active():
-        return nullcontext()
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-
-    return temporarily_clear_interpreter_stack()

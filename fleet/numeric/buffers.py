@@ -54,7 +54,7 @@ def installed() -> int | None:
 def take_flat(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """Return a flat tensor with any content."""
     if numel * dtype.itemsize < SMALLEST:
-        return torch.empty(numel, dtype=dtype)
+        return torch.empty(numel, dtype=dtype, device="cpu")
     return torch.from_numpy(take(numel * dtype.itemsize)).view(dtype)
 
 

@@ -46,7 +46,7 @@ class HostCopies:
         return torch.from_numpy(parts[0] if len(parts) == 1 else np.concatenate(parts))
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(*shape, dtype=dtype)
+        return torch.empty(*shape, dtype=dtype, device="cpu")
 
     def run(self, work: Callable[[], None]) -> object:
         work()
@@ -66,7 +66,9 @@ class CudaCopies:
     def host(self, parts: Sequence[Array]) -> torch.Tensor:
         shape = (sum(map(len, parts)), *parts[0].shape[1:])
         dtype = torch.from_numpy(parts[0][:0]).dtype
-        pinned = torch.empty(shape, dtype=dtype, pin_memory=True)  # torch keeps it until copies from it are over
+        pinned = torch.empty(
+            shape, dtype=dtype, pin_memory=True, device="cpu"
+        )  # torch keeps it until copies from it are over
         np.concatenate(parts, out=pinned.numpy())
         return pinned
 
@@ -127,7 +129,7 @@ def bring(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Callable
     for each in tensors:
         here = each
         if each.device.type == "cuda":
-            here = torch.empty(each.shape, dtype=each.dtype, pin_memory=True)
+            here = torch.empty(each.shape, dtype=each.dtype, pin_memory=True, device="cpu")
             here.copy_(each, non_blocking=True)
             marks.setdefault(each.device)
         elif not each.is_cpu:

@@ -59,7 +59,9 @@ class UserValue:
         """Return a copy: a repetition must send what was sent before, whatever the user does to the value meanwhile."""
         name = CARRIED[self.dtype]
         if isinstance(self._value, torch.Tensor):
-            return WireTensor.of(torch.empty(self.shape, dtype=getattr(torch, name)).copy_(self._value.detach()))
+            return WireTensor.of(
+                torch.empty(self.shape, dtype=getattr(torch, name), device="cpu").copy_(self._value.detach())
+            )
         return WireTensor.of(np.array(self._value, dtype=name, order="C"))
 
     def back(self, result: WireTensor, dtype: str) -> Any:

@@ -248,7 +248,7 @@ def _rows(checkpoint: Checkpoint) -> Iterator[Piece]:
         ids, *columns = inspection.checked(place, piece, checkpoint)
         name = piece.about[TABLE]
         if REMOVED in piece.about:
-            nothing = torch.empty(0, dims[name], dtype=dtypes[name])
+            nothing = torch.empty(0, dims[name], dtype=dtypes[name], device="cpu")
             yield Piece(rows={name: RowChanges(np.empty(0, np.int64), nothing, ids.numpy())})
         else:
             yield Piece(rows={name: RowChanges(ids.numpy(), columns[piece.about["columns"].index(WEIGHT)])})

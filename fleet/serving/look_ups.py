@@ -177,7 +177,9 @@ def compile_all() -> None:
         ids, none = np.arange(2), np.empty(0, np.int64)
         for version in (1, 2):
             draft = editions.begin(version == 1, version)
-            draft.add(Piece(rows={name: RowChanges(ids, torch.zeros(2, 1, dtype=dtype), none) for name in "ab"}))
+            draft.add(
+                Piece(rows={name: RowChanges(ids, torch.zeros(2, 1, dtype=dtype, device="cpu"), none) for name in "ab"})
+            )
             draft.publish()
         look_ups = LookUps(editions, 1, lambda: 0.0)
         for tables in ([0], [0, 1]):

@@ -323,7 +323,7 @@ class PoolSource:
         """Yield all dense parameters at once, when they are there: they are written to the model at one moment."""
         source = self.described.source
         places = list(source.dense.items())
-        values = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in places}
+        values = {name: torch.empty(shape, dtype=dtype, device="cpu") for name, (shape, dtype) in places}
         raw = [values[name].reshape(-1).view(torch.uint8) for name, _ in places]
         filled = [0] * len(raw)
         try:

@@ -230,7 +230,10 @@ class ServerSource:
             )
         self._layouts = [dense_layout(plan, server) for server in range(count)]
         self._flats = [
-            {dtype: torch.zeros(size, dtype=getattr(torch, dtype)) for dtype, size in layout.sizes.items()}
+            {
+                dtype: torch.zeros(size, dtype=getattr(torch, dtype), device="cpu")
+                for dtype, size in layout.sizes.items()
+            }
             for layout in self._layouts
         ]
         self._progress = _Progress([0 for _ in range(count)])
@@ -426,7 +429,9 @@ class ServerSource:
         """Return the parameters of which these servers have a part."""
         params = sorted({slot.block.param for server in servers for slot in self._layouts[server].slots})
         made = {
-            index: torch.empty(plan.spec.params[index].numel, dtype=getattr(torch, plan.spec.params[index].dtype))
+            index: torch.empty(
+                plan.spec.params[index].numel, dtype=getattr(torch, plan.spec.params[index].dtype), device="cpu"
+            )
             for index in params
         }
         for layout, flats in zip(self._layouts, self._flats, strict=True):

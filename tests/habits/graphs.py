@@ -446,6 +446,25 @@ def _(s: Script) -> Any:
         torch.set_default_dtype(torch.float32)
 
 
+@as_in_torch(
+    "`torch.set_default_device`, `torch.device(…)` as a context, of another device than the model's", everywhere=True
+)
+def _(s: Script) -> Any:
+    batches = [s.batch() for _ in range(3)]
+    torch.set_default_device("meta")  # it stands for a GPU
+    try:
+        for ids, target in batches:
+            s.optimizer.zero_grad()
+            F.mse_loss(s.model(ids), target).backward()
+            torch.nn.utils.clip_grad_norm_(s.params, 0.5)
+            s.optimizer.step()
+        kept = copy.deepcopy(s.model.state_dict())
+        with torch.no_grad():
+            return kept, s.model(batches[0][0])
+    finally:
+        torch.set_default_device(None)  # type: ignore[arg-type]
+
+
 @as_in_torch("the random state: `torch.manual_seed` and what it gives around look-ups and steps")
 def _(s: Script) -> Any:
     with torch.random.fork_rng():

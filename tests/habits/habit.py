@@ -327,35 +327,36 @@ def _caught(run: Callable[[], Any]) -> Outcome:
     return outcome
 
 
-def difference(ours: Any, theirs: Any, where: str = "") -> str | None:
+def difference(ours: Any, theirs: Any, where: str = "", tolerance: float = TOLERANCE) -> str | None:
     """The first place in which two values differ, in words."""
     if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
         if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
             return f"{where}: {ours.dtype}{list(ours.shape)}, not {theirs.dtype}{list(theirs.shape)}"
         if ours.is_floating_point():
-            if torch.allclose(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True):
+            if torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance, equal_nan=True):
                 return None
             return f"{where}: off by {(ours - theirs).abs().max():.2g}"
         return None if torch.equal(ours, theirs) else f"{where}: {ours}, not {theirs}"
     if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
         if list(ours) != list(theirs):
             return f"{where}: {list(ours)}, not {list(theirs)}"
-        found = (difference(ours[key], theirs[key], f"{where}/{key}") for key in ours)
+        found = (difference(ours[key], theirs[key], f"{where}/{key}", tolerance) for key in ours)
         return next((each for each in found if each), None)
     if isinstance(ours, list) and isinstance(theirs, list):
         if len(ours) != len(theirs):
             return f"{where}: {len(ours)} items, not {len(theirs)}"
-        found = (difference(*pair, f"{where}/{place}") for place, pair in enumerate(zip(ours, theirs, strict=True)))
+        pairs = enumerate(zip(ours, theirs, strict=True))
+        found = (difference(*pair, f"{where}/{place}", tolerance) for place, pair in pairs)
         return next((each for each in found if each), None)
     if isinstance(ours, float) and isinstance(theirs, float):
-        close = abs(ours - theirs) <= TOLERANCE * (1 + abs(theirs)) or (ours != ours and theirs != theirs)
+        close = abs(ours - theirs) <= tolerance * (1 + abs(theirs)) or (ours != ours and theirs != theirs)
         return None if close else f"{where}: {ours}, not {theirs}"
     if isinstance(ours, torch.Tensor) or isinstance(theirs, torch.Tensor):
         return f"{where}: {ours!r}, not {theirs!r}"
     return None if ours == theirs else f"{where}: {ours!r}, not {theirs!r}"
 
 
-def judge(habit: Habit, theirs: Outcome, ours: Outcome) -> tuple[str, str]:
+def judge(habit: Habit, theirs: Outcome, ours: Outcome, tolerance: float = TOLERANCE) -> tuple[str, str]:
     """What a script got, and why that is so."""
     if ours.error is not None:
         if habit.gets != REFUSED and theirs.error is not None and isinstance(ours.error, type(theirs.error)):
@@ -364,7 +365,7 @@ def judge(habit: Habit, theirs: Outcome, ours: Outcome) -> tuple[str, str]:
         return REFUSED, f"{type(ours.error).__name__}: {ours.error}"
     if theirs.error is not None:
         return WRONG, f"torch raises {theirs.error!r}, a job nothing"
-    found = difference(ours.value, theirs.value)
+    found = difference(ours.value, theirs.value, tolerance=tolerance)
     if found is None:
         return AS_IN_TORCH, ""
     return (DIFFERS if habit.gets == DIFFERS else WRONG), found + (f"; said {ours.said}" if ours.said else "")

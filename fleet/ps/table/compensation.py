@@ -106,7 +106,10 @@ class Compensation:
     def take_over(self, key: Key, piece: GivenPiece) -> None:
         worker, table = key
         if table is None:
-            self.restore({"worker": worker, "dense": piece.dtypes}, [torch.as_tensor(each) for each in piece.tensors])
+            self.restore(
+                {"worker": worker, "dense": piece.dtypes},
+                [torch.as_tensor(each, device="cpu") for each in piece.tensors],
+            )
             return
         rows, name = self._rows(worker)
         _put(rows.setdefault(table, MemoryStore()), name, *(np.asarray(each) for each in piece.tensors))

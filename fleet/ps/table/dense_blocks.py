@@ -47,7 +47,7 @@ class DenseBlocks:
         self._layouts: dict[bytes, DenseLayout] = {}
         self._last_receivers: tuple[bytes, dict[str, list[Run]]] = (b"", {})
         for name, size in self.layout.sizes.items():
-            grown = torch.zeros(size, dtype=getattr(torch, name))
+            grown = torch.zeros(size, dtype=getattr(torch, name), device="cpu")
             present = self._flat.get(name, grown[:0])
             grown[: present.numel()] = present
             self._flat[name] = grown
@@ -209,7 +209,9 @@ class DenseBlocks:
         present = bytes(any(marks) for marks in zip(*(present for present, _ in gradients), strict=True))
         layout = self.layout_of(present)
         places = {slot.position: slot for slot in layout.slots}
-        total = {name: torch.empty(size, dtype=getattr(torch, name)) for name, size in layout.sizes.items()}
+        total = {
+            name: torch.empty(size, dtype=getattr(torch, name), device="cpu") for name, size in layout.sizes.items()
+        }
         begun: set[int] = set()
         for theirs, tensors in gradients:
             for slot in self.layout_of(theirs).slots:

@@ -13,6 +13,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from fleet.base.cluster import Endpoint
 from fleet.base.interruption import uninterrupted
 from fleet.errors import PortInUseError
+from fleet.numeric.modes import outside_all
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame, read_frame
 from fleet.ps.wire.transport import BrokenCall, Call, Handler, TransportError
@@ -80,7 +81,7 @@ class _Channel:
         if not self._calls.add(call):
             call.cancel()
             return BrokenCall("the channel is closed")
-        with uninterrupted():  # the server is in another process as a rule, which goes on
+        with uninterrupted(), outside_all():  # the server is in another process as a rule, which goes on
             serve(listener.handler, request.pieces(), call.respond)()
         return call
 

@@ -85,7 +85,7 @@ class Narrow:
             return [WireTensor.of(tensor)]
         tensor = tensor.contiguous()
         numbers = buffers.take_flat(tensor.numel(), getattr(torch, found.dtype)).view(tensor.shape)
-        scales = torch.empty(_count(tensor.shape), dtype=tensor.dtype)
+        scales = torch.empty(_count(tensor.shape), dtype=tensor.dtype, device="cpu")
         for part in _parts(tensor.shape):
             lines, into, scale = part.lines(tensor), part.lines(numbers), scales[part.scales, None]
             if found.largest is None:

@@ -337,7 +337,7 @@ class DenseGroup:
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return the tensors of all workers, which may differ in length."""
         # Not an all-reduce: a worker that should not be here would add its number to another one's gradients.
-        lengths = [int(each) for each in self._gather_alike(torch.tensor([len(tensor)]))]
+        lengths = [int(each) for each in self._gather_alike(torch.tensor([len(tensor)], device="cpu"))]
         mine = tensor.new_zeros(max(lengths), *tensor.shape[1:])
         mine[: len(tensor)] = tensor
         return [each[:length] for each, length in zip(self._gather_alike(mine), lengths, strict=True)]

@@ -213,10 +213,12 @@ class LastingReducer(Reducer):
 
     def _sum(self, gradients: Sequence[torch.Tensor | None]) -> None:
         group, params = self._lasting, len(self._every)
-        census = torch.zeros(group.size * (1 + self._words) + params + len(self._asked))
+        census = torch.zeros(group.size * (1 + self._words) + params + len(self._asked), device="cpu")
         if self._taking_part:
             census[group.rank] = 1
-            census[group.size : group.size + params] = torch.tensor([float(each is not None) for each in gradients])
+            census[group.size : group.size + params] = torch.tensor(
+                [float(each is not None) for each in gradients], device="cpu"
+            )
         self._say(census)
         group.finish(group.begin(lambda: group.control.allreduce([census])), census.device)
         self._counted = census.tolist()

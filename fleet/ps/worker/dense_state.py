@@ -143,11 +143,15 @@ def told_by(group: DenseGroup, source: int, told: Any) -> Any:
             expected="tensors, numbers and text",
             got=str(error),
         ) from None
-    size = torch.tensor([len(text)])
+    size = torch.tensor([len(text)], device="cpu")
     group.broadcast([size], source)
-    data = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+    data = (
+        torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        if text
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
     if group.rank != source:
-        data = torch.empty(int(size), dtype=torch.uint8)
+        data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
     group.broadcast([data], source)
     return json.loads(data.numpy().tobytes())
 
@@ -247,7 +251,7 @@ def _made(told: Any, like: Any) -> Any:
     if isinstance(told, dict):
         dtype = getattr(torch, told["dtype"])
         if not isinstance(like, torch.Tensor) or like.dtype != dtype or list(like.shape) != told["shape"]:
-            return torch.full(told["shape"], told["tensor"], dtype=dtype)
+            return torch.full(told["shape"], told["tensor"], dtype=dtype, device="cpu")
         return like.fill_(told["tensor"])
     if isinstance(told, list):
         places = like if isinstance(like, tuple | list) and len(like) == len(told) else [None] * len(told)

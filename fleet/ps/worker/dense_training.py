@@ -281,7 +281,7 @@ class DenseTraining:
         tables = len(self._weights)
         for weight, is_there, infinite in zip(self._weights, marked[:tables], marked[tables:], strict=True):
             if is_there and not has_gradient(weight):
-                set_rows(weight, torch.empty(0, dtype=torch.int64), weight.new_empty(0, weight.shape[1]))
+                set_rows(weight, torch.empty(0, dtype=torch.int64, device="cpu"), weight.new_empty(0, weight.shape[1]))
             if infinite:
                 with self._in_a_step():
                     share_infinite(weight, self.group)

@@ -128,7 +128,7 @@ class TableReplica:
         ids, values = ids[held], values[held]
         self._with_rows.insert(ids)
         agreed = self._agreed.read(ids, True)
-        self._mine.add(ids, difference(torch.as_tensor(values), torch.from_numpy(agreed)).numpy())
+        self._mine.add(ids, difference(torch.as_tensor(values, device="cpu"), torch.from_numpy(agreed)).numpy())
         self._agreed.load(ids, {WEIGHT: values})
 
     @property
@@ -335,7 +335,7 @@ class GeoTraining:
         params = self._trained.plan.spec.params
         assembly = Assembly({spec.name: spec.numel for spec in params}, "what the servers restored")
         for piece in state:
-            assembly.add(piece.about["dense"], [torch.as_tensor(each) for each in piece.tensors.values()])
+            assembly.add(piece.about["dense"], [torch.as_tensor(each, device="cpu") for each in piece.tensors.values()])
         found = {spec.name: assembly.whole(spec.name) for spec in params}
         # Without a step there is no state. Later, servers that have none were given values alone.
         if self._progress.steps == 0 or any(len(pieces) > 1 for pieces, _ in found.values()):

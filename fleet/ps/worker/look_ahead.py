@@ -339,7 +339,7 @@ class LookAhead:
         copies, ignored = self._copies, dict[tuple[int, int], ReadAt]()
         if self._most_age is not None:
             self._note_clocks(coming)
-        coming.rows = [torch.empty(0)] * len(coming.parts)
+        coming.rows = [torch.empty(0, device="cpu")] * len(coming.parts)
         work: list[Callable[[], object]] = []
         for places, sizes in self._runs(coming.parts):
             spec = self._reader.spec(coming.parts[places[0]].known.table)

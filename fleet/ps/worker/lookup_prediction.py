@@ -36,7 +36,7 @@ HOPE = 20
 MOST_IDS, IDS_OF_ONE = 1 << 24, 1 << 8
 
 #: Stands for ids that are not kept.
-_NO_IDS = torch.empty(0, dtype=torch.int64)
+_NO_IDS = torch.empty(0, dtype=torch.int64, device="cpu")
 
 #: Arguments are searched so deep, and collections of so many entries.
 DEPTH, WIDTH = 6, 1000

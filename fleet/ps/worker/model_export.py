@@ -95,7 +95,7 @@ def _collect(
     found: dict[str, Collector] = {}
     for connection in worker.connections.by_server:
         for piece in exported(connection, worker.progress.completed):
-            about, tensors = piece.about, [torch.as_tensor(each) for each in piece.tensors.values()]
+            about, tensors = piece.about, [torch.as_tensor(each, device="cpu") for each in piece.tensors.values()]
             if DENSE in about:
                 seed = about["seed"]
                 values.add(*split(pair for pair in joined(about[DENSE], tensors) if pair[0]["key"] == VALUE))
@@ -124,7 +124,7 @@ class AllRows:
     def __init__(self, handle: TableHandle, spec: TableSpec, seed: int) -> None:
         assert spec.num_embeddings is not None
         self._zeros = handle.padding_idx if handle.zero_padding else None
-        self._rows = torch.empty(spec.num_embeddings, spec.dim, dtype=getattr(torch, spec.dtype))
+        self._rows = torch.empty(spec.num_embeddings, spec.dim, dtype=getattr(torch, spec.dtype), device="cpu")
         rows, initial = self._rows.numpy(), InitialRows(spec, seed)
         for start in range(0, len(rows), _IDS_AT_ONCE):
             part = rows[start : start + _IDS_AT_ONCE]
@@ -143,8 +143,8 @@ class SortedRows:
     """Collects the rows there are, in the order of their ids. ``count`` is how many there are, or were a moment ago."""
 
     def __init__(self, spec: TableSpec, count: int) -> None:
-        self._ids = torch.empty(count, dtype=torch.int64)
-        self._rows = torch.empty(count, spec.dim, dtype=getattr(torch, spec.dtype))
+        self._ids = torch.empty(count, dtype=torch.int64, device="cpu")
+        self._rows = torch.empty(count, spec.dim, dtype=getattr(torch, spec.dtype), device="cpu")
         self._come = 0
         self._is_sorted = False
 

@@ -92,7 +92,7 @@ def _put_together(
             whole = dense[slot.block.param]
             if whole is None:
                 numel = plan.spec.params[slot.block.param].numel
-                dense[slot.block.param] = whole = torch.zeros(numel, dtype=flats[dtype].dtype)
+                dense[slot.block.param] = whole = torch.zeros(numel, dtype=flats[dtype].dtype, device="cpu")
             whole[slot.part or slice(None)] = flats[dtype][here]
         for table in about["tables"]:
             rows.setdefault(table, []).append([next(tensors).array, next(tensors).array])

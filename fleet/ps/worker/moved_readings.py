@@ -27,7 +27,7 @@ def given_anew(worker: int | None, pieces: Sequence[Piece], trained: TrainedMode
         for dtype in known.intersection(layout.sizes).difference(flat):
             if worker is not None:
                 return None
-            flat[dtype] = torch.zeros(layout.sizes[dtype], dtype=getattr(torch, dtype))
+            flat[dtype] = torch.zeros(layout.sizes[dtype], dtype=getattr(torch, dtype), device="cpu")
     params = trained.description.params
     return [
         ({GIVEN: [worker, None], "dtypes": [*flat]}, [WireTensor.of(each) for each in flat.values()])

@@ -220,7 +220,7 @@ class ErrorFeedback:
         self._layouts = layouts
         self._left: Sequence[Flat] = [
             {
-                dtype: torch.zeros(size, dtype=getattr(torch, dtype))
+                dtype: torch.zeros(size, dtype=getattr(torch, dtype), device="cpu")
                 for dtype, size in layout.sizes.items()
                 if narrow.of(dtype) is not None
             }

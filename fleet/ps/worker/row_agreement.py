@@ -31,7 +31,7 @@ def is_infinite(weight: torch.Tensor) -> bool:
 def set_rows(weight: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor) -> None:
     """Give a table a gradient of these rows."""
     with torch._C.DisableTorchFunctionSubclass():
-        weight.grad = torch.sparse_coo_tensor(ids[None], rows, weight.shape, check_invariants=False)
+        weight.grad = torch.sparse_coo_tensor(ids[None], rows, weight.shape, check_invariants=False, device=rows.device)
 
 
 def share_infinite(weight: torch.Tensor, group: DenseGroup) -> None:

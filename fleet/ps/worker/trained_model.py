@@ -102,14 +102,14 @@ def laid_out(
     """Return what there is of all parameters of some element types, which ``former`` servers had as ``flats``, as
     others have it."""
     dtypes = {dtype for flat in flats for dtype in flat}
-    wholes = [torch.empty(param.numel(), dtype=param.dtype) for param in params]
+    wholes = [torch.empty(param.numel(), dtype=param.dtype, device="cpu") for param in params]
     for layout, flat in zip(former, flats, strict=True):
         for slot in (each for each in layout.slots if each.dtype in dtypes):
             wholes[slot.block.param][slot.part or slice(None)] = flat[slot.dtype][slot.start : slot.stop]
     found: list[Flat] = []
     for layout in layouts:
         sizes = {dtype: size for dtype, size in layout.sizes.items() if dtype in dtypes}
-        flat = {dtype: torch.empty(size, dtype=getattr(torch, dtype)) for dtype, size in sizes.items()}
+        flat = {dtype: torch.empty(size, dtype=getattr(torch, dtype), device="cpu") for dtype, size in sizes.items()}
         for slot in (each for each in layout.slots if each.dtype in dtypes):
             flat[slot.dtype][slot.start : slot.stop] = wholes[slot.block.param][slot.part or slice(None)]
         found.append(flat)

@@ -1,0 +1,29 @@
+"""Whole scripts of many habits, drawn from seeds, get what torch gives them, or are refused by name."""
+
+from __future__ import annotations
+
+import pytest
+from habits.programs import ACTS, Program, drawn, wrong_with
+
+#: Scripts that were wrong once, as short as they could be made.
+FOUND = [
+    Program("sync", "SGD", None, (("rows moved by hand", 285), ("evaluation", 482), ("a layer frozen", 862))),
+]
+
+
+@pytest.mark.parametrize("seed", [*range(16), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(16, 216))])
+def test_a_script_of_many_habits(seed: int) -> None:
+    assert wrong_with(drawn(seed)) is None, drawn(seed)
+
+
+@pytest.mark.parametrize("program", FOUND, ids=lambda program: program.acts[-1][0])
+def test_what_was_wrong_once(program: Program) -> None:
+    assert wrong_with(program) is None
+
+
+def test_a_script_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = lambda run: run.weight.data.mul_(2.0 if run.script.remote else 1.0)  # noqa: E731
+    monkeypatch.setitem(ACTS, "what only a job does", wrong)
+    found = wrong_with(Program("sync", "SGD", None, (("what only a job does", 0),)))
+    assert found is not None
+    assert "rows of table" in found
