@@ -865,6 +865,70 @@ def test_whichever_message_is_lost_a_follower_has_the_model_in_the_end(
     assert number > 5
 
 
+class BreakingOnce:
+    """A network that loses a follower's first request for the rest of a load, once something has happened."""
+
+    def __init__(self, network: Any, meanwhile: Callable[[], object]) -> None:
+        self.network, self.meanwhile = network, meanwhile
+        self.is_due = True
+
+    def connect(self, endpoint: Endpoint) -> Any:
+        return BreakingChannel(self, self.network.connect(endpoint))
+
+
+class BreakingChannel:
+    def __init__(self, of: BreakingOnce, channel: Any) -> None:
+        self._of, self._channel = of, channel
+
+    def start(self, request: Frame, *given: Any, **options: Any) -> Any:
+        if self._of.is_due and request.message.WhichOneof("kind") == "fetch":
+            self._of.is_due = False
+            self._of.meanwhile()
+            return BrokenCall("it was lost")
+        return self._channel.start(request, *given, **options)
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+def test_rows_that_leave_while_a_first_load_breaks_off_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has come of it is not kept: the load that is asked for instead does not tell of rows that have left."""
+    monkeypatch.setattr(feed, "_PIECE_BYTES", 128)
+    is_still, goes_on, have_left, ends = (threading.Event() for _ in range(4))
+
+    def body(made: Fleet, _: int) -> Any:
+        model = Net(evict=fleet.nn.Unused(steps=2))
+        strategy = StrategyFactory.create_sync_strategy().with_settings(evict_every=1)
+        wrapped = made.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), strategy, model=model)
+        made.init_worker()
+        for first, reached, left in ((0, is_still, goes_on), (20, have_left, ends)):
+            for _ in range(4):
+                wrapped.minimize(model(torch.arange(first, first + 20)))
+            reached.set()
+            assert left.wait(4 * PATIENCE_S)
+        return {key: value.clone() for key, value in made.state_dict(model).items()}
+
+    def meanwhile() -> None:
+        goes_on.set()
+        assert have_left.wait(4 * PATIENCE_S)
+
+    job = Job(body)
+    threads = job.start()
+    try:
+        assert is_still.wait(PATIENCE_S)
+        network = BreakingOnce(job.network, meanwhile)
+        with closing(ServerSource([Endpoint.parse(job.endpoints[0])], network, poll_s=0.002)) as source:
+            followed = Followed(source)
+            followed.reach(8)
+    finally:
+        goes_on.set()
+        ends.set()
+        job.join(threads)
+    assert not job.errors
+    assert not network.is_due
+    assert_same(followed, job.results[0])
+
+
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_what_was_read_and_not_taken_is_given_again(mode: str) -> None:
     """Whoever reads every second update only, and cannot put the others in place, has the model in the end."""

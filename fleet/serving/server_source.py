@@ -359,7 +359,9 @@ class ServerSource:
         """Keep what is not of one version, until what follows makes it so."""
         if not reply.message.granted:
             raise TransportError("a server has no values yet")
-        self._progress.ahead += self._pieces(self._known_plan, {server: reply}, [])
+        # All of it or nothing: another load in its place would not tell of the rows of this one that have left since.
+        pieces = list(self._pieces(self._known_plan, {server: reply}, []))
+        self._progress.ahead += pieces
         self._progress.numbers[server] = reply.message.news.number
 
     @property
