@@ -394,7 +394,11 @@ def make_remote(module: torch.nn.Module) -> None:
     """Turn a ``torch.nn`` embedding into a remote one, in place: the module and its ``weight``
     keep their identity, and the class stays a subclass of what it was."""
     source: Any = module
-    module.__class__ = _REMOTE.get(type(module), type(module))
+    if type(module) in _REMOTE:
+        module.__class__ = _REMOTE[type(module)]
+        # Of the module alone, since a class is pickled by its own: torch.fx takes as a whole what says that it is
+        # torch's, with the hooks of a user, which would see no values while it is traced.
+        module.__module__ = torch.nn.Embedding.__module__
     # Two modules that share a weight share its table.
     if handle_of(source.weight) is None:
         TableHandle(

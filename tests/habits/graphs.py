@@ -408,6 +408,16 @@ def _(s: Script) -> Any:
     return traced.eval()(IDS + 1)
 
 
+@as_in_torch("hooks of a table in what `torch.fx` traced, and its nodes, which name the table as a whole")
+def _(s: Script) -> Any:
+    seen: list[Any] = []
+    hook = s.table.register_forward_hook(lambda _, __, rows: seen.append(rows.detach().clone()))
+    traced = torch.fx.symbolic_trace(s.model)
+    found = [traced.eval()(IDS), copy.deepcopy(traced)(IDS)]
+    hook.remove()
+    return seen, found, [(node.op, str(node.target)) for node in traced.graph.nodes]
+
+
 @as_in_torch("the profiler, `FlopCounterMode`, `TorchDispatchMode` and `TorchFunctionMode` around a step")
 def _(s: Script) -> Any:
     from torch.overrides import TorchFunctionMode

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -151,6 +152,33 @@ def _(s: Script) -> None:
     s.optimizer.param_groups[0].update(lr=np.float32(0.03), momentum=np.float64(0.0), maximize=1)
     s.step()
     s.optimizer.param_groups[0].update(lr=np.int64(0), maximize=0)
+    s.step()
+
+
+class Configured(Sequence[float]):
+    """Is a list as libraries that read configurations have it, which is none of Python's: Hydra's, for example."""
+
+    def __init__(self, *values: float) -> None:
+        self.values = values
+
+    def __getitem__(self, at: Any) -> Any:
+        return self.values[at]
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+
+@as_in_torch(
+    "`betas` from a configuration, a list that is none of Python's",
+    optimizers=lambda model: [
+        torch.optim.Adam([p for p in model.parameters() if p is not model.table.weight], betas=Configured(0.5, 0.9)),
+        torch.optim.SparseAdam([model.table.weight], betas=Configured(0.5, 0.9)),
+    ],
+    sparse=True,
+)
+def _(s: Script) -> None:
+    s.step()
+    s.optimizer.param_groups[0]["betas"] = Configured(0.6, 0.8)
     s.step()
 
 

@@ -416,8 +416,8 @@ def _plain(value: Any, name: str) -> Any:
     """Return an option in a form that JSON carries without loss."""
     if (isinstance(value, torch.Tensor) and value.numel() == 1) or isinstance(value, np.generic):
         return value.item()
-    if isinstance(value, tuple | list):
-        return [_plain(item, name) for item in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):  # such as OmegaConf's
+        return [_plain(item, name) for item in value]
     raise ArgumentTypeError(f"the option {name} of an optimizer cannot travel", got=f"{type(value).__name__} {value!r}")
