@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import collections.abc
 import contextlib
+import copy
+import dataclasses
 import itertools
 import socket
 import statistics
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -583,6 +586,107 @@ def test_batches_that_only_the_loop_changes_are_trained_as_in_any_loop(
     if mode == "geo":
         options = {name: each for name, each in options.items() if name != "device"}
     assert trained_on(mode, data, options) == trained_on(mode, data, None)
+
+
+@dataclasses.dataclass
+class Kept:
+    """A batch as scripts make them, which its iterator gives again and again."""
+
+    ids: Any = None
+
+
+class Slotted:
+    __slots__ = ("ids",)
+    ids: Any
+
+
+def in_one(batch: Any, *, copies: bool = False, end: Any = None, first: Sequence[int] = (1, 1)) -> Iterator[Any]:
+    """One object with other ids each time, but for the first two, which are alike."""
+    for number in [*first, 2, 3]:
+        ids = torch.tensor([number, 0])
+        if isinstance(batch, Kept | Slotted):
+            batch.ids = ids
+        else:
+            batch["ids"] = ids
+        yield copy.copy(batch) if copies else batch
+    if end is not None:
+        batch["ids"] = end
+
+
+def in_memory(memory: Any, give: Callable[[Any], Any], first: Sequence[int] = (1, 1)) -> Iterator[Any]:
+    for number in [*first, 2, 3]:
+        memory[0] = number
+        yield give(memory)
+
+
+def as_ids(batch: Any) -> Batch:
+    """What ``lookup`` may do: look for them, and copy them."""
+    if isinstance(batch, Kept | Slotted):
+        batch = batch.ids
+    if isinstance(batch, collections.abc.Mapping):
+        batch = batch["ids"]
+    return torch.as_tensor(batch[0] if isinstance(batch, tuple) else batch).long()
+
+
+WRITTEN_OVER: dict[str, Callable[[], Iterable[Any]]] = {
+    "a dict, two alike": lambda: in_one({}),
+    "a UserDict": lambda: in_one(collections.UserDict()),
+    "a dataclass": lambda: in_one(Kept()),
+    "an object with slots": lambda: in_one(Slotted()),
+    "numpy's memory, two alike": lambda: in_memory(np.zeros(2, np.int64), torch.from_numpy),
+    "numpy's memory itself": lambda: in_memory(np.zeros(2, np.int64), lambda memory: (memory, 1.0)),
+    "memory that lookup copies": lambda: in_memory(torch.zeros(2, dtype=torch.int32), lambda memory: memory),
+    "the same in new objects": lambda: in_memory(torch.zeros(2, dtype=torch.int32), lambda memory: Kept(memory)),
+    "numpy's in new objects": lambda: in_memory(np.zeros(2, np.int32), lambda memory: {"a": [1], "ids": memory}),
+    "a dict, at its end": lambda: in_one({}, first=(2, 3, 2, 3, 2), end=torch.tensor([4, 0])),
+    "a list": lambda: in_memory([0, 0], lambda memory: memory),
+}
+ONLY_THE_LOOPS: dict[str, Callable[[], Iterable[Any]]] = {
+    "objects of their own": lambda: in_one(Kept(), copies=True),
+    "dicts of their own": lambda: in_one({"all": torch.ones(3)}, copies=True),
+    "one object": lambda: [Kept(torch.tensor([1, 0]))] * 4,
+    "one array": lambda: [np.array([1, 0])] * 4,
+    "two objects by turns": lambda: [Kept(torch.tensor([1, 0])), Kept(torch.tensor([2, 0]))] * 3,
+    "new objects of one memory": lambda: (lambda memory: [Kept(memory) for _ in range(4)])(torch.tensor([1, 0])),
+}
+
+
+def trained_by(data: Callable[[], Iterable[Any]], options: dict[str, Any] | None, changes: bool) -> list[float]:
+    """How often each id was trained, in a loop that may change the batches that it has had."""
+
+    def body(fleet_: Fleet, worker: int) -> list[float]:
+        table = fleet.nn.Embedding(9, 1, initializer="zeros")
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD(table.parameters(), lr=1.0))
+        fleet_.init_worker()
+        loop = data() if options is None else fleet_.prefetch(data(), lambda batch: {table: as_ids(batch)}, **options)
+        for batch in loop:
+            optimizer.minimize(table(as_ids(batch)).sum())
+            if changes and isinstance(batch, Kept):
+                batch.ids += 1
+            elif changes and isinstance(batch, np.ndarray):
+                batch += 1
+        return table(torch.arange(9)).flatten().tolist()
+
+    (found,) = run_job(body, 1, 2)
+    return found
+
+
+@pytest.mark.parametrize("kind", WRITTEN_OVER)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.pairs
+def test_whatever_is_written_over_is_refused(kind: str, options: dict[str, Any]) -> None:
+    """Whatever kind of object it is, whatever lookup makes of it, and alike as the first ones may be."""
+    with pytest.raises(AssertionError, match="was overwritten before its turn"):
+        trained_by(WRITTEN_OVER[kind], options, changes=False)
+
+
+@pytest.mark.parametrize("kind", ONLY_THE_LOOPS)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("changes", [False, True])
+@pytest.mark.pairs
+def test_what_nobody_writes_over_is_trained(kind: str, options: dict[str, Any], changes: bool) -> None:
+    data = ONLY_THE_LOOPS[kind]
+    assert trained_by(data, options, changes) == trained_by(data, None, changes)
 
 
 # --- Wrong arguments --------------------------------------------------------------------------------------------------

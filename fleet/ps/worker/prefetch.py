@@ -9,10 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from queue import SimpleQueue
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 from weakref import WeakSet
-
-import torch
 
 from fleet.base.interruption import uninterrupted
 from fleet.errors import ArgumentTypeError, ConfigurationError, UnsupportedError
@@ -20,6 +18,7 @@ from fleet.nn import EmbeddingGroup, embedding
 from fleet.nn.embedding import is_remote
 from fleet.nn.handle import Wanted
 from fleet.numeric.device_copies import copies_to, work_on
+from fleet.ps.worker.batch_memory import NONE, BatchesAhead
 from fleet.ps.worker.look_ahead import Coming, LookAhead, Prepared
 from fleet.ps.worker.lookups import Prefetched
 from fleet.ps.worker.runtime import WorkerRuntime
@@ -287,14 +286,6 @@ def _on_the_cpu(wanted: Sequence[Wanted]) -> Sequence[Wanted]:
     return [each if each.ids.is_cpu else each._replace(ids=each.ids.cpu()) for each in wanted]
 
 
-class _Read(NamedTuple, Generic[Batch]):
-    """Holds a batch that was read ahead, what it will look up, and a copy of these ids."""
-
-    batch: Batch
-    wanted: Sequence[Wanted]
-    ids: Sequence[torch.Tensor]
-
-
 class _Coming(Generic[Batch]):
     """Reads batches ahead of their turn as a loop without that would: once to their end, behind which some iterators
     begin anew, and up to the first that cannot be had, whose error is for its turn."""
@@ -305,54 +296,30 @@ class _Coming(Generic[Batch]):
         self._lookup = lookup
         self._is_over = False
         self._error: Exception | None = None
-        #: batches whose turn is to come
-        self._read = deque[_Read[Batch]]()
-        #: what some of them have in common, as they were given more than once
-        self._repeated = set[int]()
+        self._ahead = BatchesAhead(self._asking)
 
     def until(self, depth: int, queue: deque[Any]) -> Iterator[tuple[Batch, list[Wanted]]]:
         """Yield batches, with what they will look up, until there are enough in the queue."""
         while len(queue) <= depth and not self._is_over:
-            versions = [[_version(each.ids) for each in read.wanted] for read in self._read]
-            found = None
+            batch, wanted = NONE, None
+            self._ahead.look()
             with self.in_its_turn():
-                try:
-                    batch = next(self._batches)
-                except StopIteration:
+                batch = next(self._batches, NONE)
+                if batch is NONE:
                     self._is_over = True
-                    return
-                found = batch, _wanted(self._worker, self._lookup(batch))
-            if found is not None:
-                self._refuse_overwritten(*found, versions)
-                self._read.append(_Read(*found, [each.ids.detach().clone() for each in found[1]]))
-                yield found
+                else:
+                    wanted = self._asking(batch)
+            self._ahead.check(batch, wanted or ())
+            if wanted is not None:
+                self._ahead.add(batch, wanted)
+                yield batch, wanted
 
     def take(self) -> None:
-        """Note that the first of the batches that were read is the loop's now, which may do with it what it likes."""
-        self._read.popleft()
+        """Note that the first of the batches that were read is the loop's now."""
+        self._ahead.take()
 
-    def _refuse_overwritten(self, batch: Batch, wanted: Sequence[Wanted], versions: Sequence[Sequence[int]]) -> None:
-        """Refuse an iterator that has just written over a batch which it gave before, as some do that fill one buffer
-        again and again. A loop changes its own batches only: where these are one and the same, they were so before."""
-        there = {each.ids.data_ptr() for each in wanted}
-        for read, before in zip(self._read, versions, strict=True):
-            is_same = read.batch is batch and isinstance(batch, dict | list) and len(wanted) == len(read.wanted)
-            for place, (each, ids, version) in enumerate(zip(read.wanted, read.ids, before, strict=True)):
-                now = wanted[place].ids if is_same else each.ids
-                key, is_written = id(batch) if is_same else now.data_ptr(), _version(each.ids) != version
-                if not is_written and (key in self._repeated or not (is_same or key in there)):
-                    continue
-                if not torch.equal(now, ids):
-                    raise ConfigurationError(
-                        "a batch was overwritten before its turn, when the next one was read ahead",
-                        where=f"prefetch(), ids of {each.handle.name!r}",
-                        expected="batches that stay as they are until the loop has them",
-                        got="another batch in the same object, or in the same memory",
-                        todo="Let the iterator make each batch anew, or give prefetch() copies: "
-                        "(copy.deepcopy(batch) for batch in batches).",
-                    )
-                if not is_written:
-                    self._repeated.add(key)
+    def _asking(self, batch: Batch) -> list[Wanted]:
+        return _wanted(self._worker, self._lookup(batch))
 
     @contextmanager
     def in_its_turn(self, later: deque[Any] | None = None) -> Iterator[None]:
@@ -369,11 +336,6 @@ class _Coming(Generic[Batch]):
         error, self._error = self._error, None
         if error is not None:
             raise error
-
-
-def _version(ids: torch.Tensor) -> int:
-    """Return how often torch has written into the memory of ids, where it counts that."""
-    return 0 if ids.is_inference() else ids._version
 
 
 def _wanted(worker: WorkerRuntime, asked: object) -> list[Wanted]:
