@@ -224,6 +224,22 @@ def test_a_schedule_goes_on_with_what_it_had_set(name: str, tensor: bool) -> Non
         assert go(*second, 6) == go(*first, 6)
 
 
+@pytest.mark.parametrize(("then", "now"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize("name", ["lambda", "step", "one-cycle"])
+def test_a_schedule_of_other_param_groups_is_refused(name: str, then: int, now: int) -> None:
+    """As torch refuses the optimizer's state; the schedule could not set the rates of the groups that are there."""
+
+    def made(groups: int) -> Any:
+        parts = [{"params": [torch.nn.Parameter(torch.ones(1))], "lr": 0.1 + at} for at in range(groups)]
+        return SCHEDULES[name](torch.optim.SGD(parts, momentum=0.9))
+
+    schedule = made(now)
+    before = schedule.state_dict(), [group["lr"] for group in schedule.optimizer.param_groups]
+    with pytest.raises(CheckpointError, match=f"'schedule' is of {then} param groups there, and of {now} here"):
+        restore({"schedule": schedule}, encoded({"schedule": made(then)}), "here")
+    assert (schedule.state_dict(), [group["lr"] for group in schedule.optimizer.param_groups]) == before
+
+
 def test_what_others_make_has_a_state() -> None:
     """A scaler, and a loader that other libraries have, shuffled."""
     loaders = pytest.importorskip("torchdata.stateful_dataloader")

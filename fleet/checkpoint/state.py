@@ -91,6 +91,9 @@ def restore(state: object, data: Bytes, where: str) -> None:
         if name in wanted and (_OBJECT in entry) != _is_object(wanted[name]):
             then, now = ("an object", "a value") if _OBJECT in entry else ("a value", "an object")
             problems.append(f"{name!r} is {then} there, and {now} here")
+        elif name in wanted and (groups := _groups(wanted[name])) and len(groups) != len(entry.get(_OPTIONS, groups)):
+            then_groups, now_groups = len(entry[_OPTIONS]), len(groups)
+            problems.append(f"{name!r} is of {then_groups} param groups there, and of {now_groups} here")
     if problems:
         raise CheckpointError(
             "the state that was saved is not what is asked for",
