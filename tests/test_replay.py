@@ -647,6 +647,26 @@ def test_a_row_is_the_sum_of_what_it_is_blamed_on(undisturbed: Path, capsys: pyt
     assert "the job has no such table" in capsys.readouterr().err
 
 
+def test_a_row_of_any_id_can_be_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where ids are hashes half of them are negative."""
+    ids = [-5, -1 << 63, (1 << 63) - 1]
+
+    def body(made: Fleet, index: int) -> None:
+        model = fleet.nn.Embedding(None, 2)
+        wrapped = made.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.5), model=model)
+        made.init_worker()
+        for _ in range(2):
+            wrapped.minimize(model(torch.tensor(ids)).sum())
+
+    Job(body, 1, 2, environ=kept(tmp_path)).run()
+    for id in ids:
+        assert main(["replay", str(tmp_path), "--blame", f"weight:{id}"]) == 0
+        assert capsys.readouterr().out.endswith("\n2 changes\n")
+    for beyond in ((-1 << 63) - 1, 1 << 63):
+        assert main(["replay", str(tmp_path), "--blame", f"weight:{beyond}"]) == 2
+        assert f"expected an id from {-1 << 63} to {(1 << 63) - 1}; got {beyond}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

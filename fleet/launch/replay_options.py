@@ -47,7 +47,7 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigurationError("--to is not usable", expected="a number of steps, 0 or more", got=options.to)
     if options.blame is not None:
         table, _, id = options.blame.rpartition(":")
-        if not table or not id.isdecimal():
+        if not table or not id.removeprefix("-").isdecimal():
             raise ConfigurationError("--blame is not usable", expected="TABLE:ID", got=repr(options.blame))
         options.blame = table, int(id)
 

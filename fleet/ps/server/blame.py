@@ -59,9 +59,11 @@ def check_row(spec: JobSpec, table: str, id: int) -> None:
     if found is None:
         names = ", ".join(repr(each.name) for each in spec.tables)
         raise ConfigurationError("the job has no such table", expected=names or "a job with tables", got=repr(table))
-    if not 0 <= id < (1 << 63 if found.num_embeddings is None else found.num_embeddings):
-        there = "0 or more" if found.num_embeddings is None else f"from 0 to {found.num_embeddings - 1}"
-        raise ConfigurationError(f"the table {table!r} has no such row", expected=f"an id {there}", got=id)
+    first, last = (-1 << 63, (1 << 63) - 1) if found.num_embeddings is None else (0, found.num_embeddings - 1)
+    if not first <= id <= last:
+        raise ConfigurationError(
+            f"the table {table!r} has no such row", expected=f"an id from {first} to {last}", got=id
+        )
 
 
 def blame(replay: Replay, table: str, id: int, until: int | None = None) -> Blame:
