@@ -47,6 +47,11 @@ def train() -> None:
         raise SystemExit(
             "PADDLE_TRAINING_ROLE should be one of [TRAINER, PSERVER]; examples/README.md has the commands"
         )
+    if not pserver_ips:
+        raise SystemExit(
+            "PADDLE_PSERVER_IPS should name the servers' hosts, and is not set (fleetrun sets "
+            "PADDLE_PSERVERS_IP_PORT_LIST, which this script does not read); examples/README.md has the commands"
+        )
 
     torch.manual_seed(0)
     model = torch.nn.Linear(10, 1)

@@ -1,6 +1,6 @@
 """Fresh predictions: a model that learns from a stream of clicks, and is served meanwhile. All of it on this machine.
 
-    python examples/online.py [--port 8080] [--seconds S] [--redis URL]
+    python examples/online.py [--port 8080] [--seconds S] [--redis URL] [--log_dir DIR]
 
 Visitors of a made-up shop ask a predictor which items they would click, over HTTP, and then do or do not; that is the
 stream, a file that grows or a stream of Redis. Two workers train on it, with two servers. The predictor follows the
@@ -23,7 +23,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 PARTS = Path(__file__).resolve().parent / "online"
-REDIS = ("redis://", "rediss://", "unix://")
+sys.path.insert(0, str(PARTS))
+
+from stream import REDIS  # noqa: E402
 
 
 def free_ports(count: int) -> list[int]:
@@ -37,6 +39,7 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=8080, help="where the page is; 0: any free port")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="how long visitors come; else for ever")
     parser.add_argument("--redis", help="redis://host:port, in place of a file")
+    parser.add_argument("--log_dir", help="where the job's output is kept; else logs/online-PORT, by the page's port")
     given = parser.parse_args()
     if given.redis is not None and not given.redis.startswith(REDIS):  # it would be the name of a file
         parser.error(f"argument --redis: it begins with one of {', '.join(REDIS)}, and not {given.redis!r}")
@@ -48,6 +51,7 @@ def main() -> int:
         sys.exit(f"the page cannot be at port {given.port}: {str(error).rstrip('.')}. Choose another with --port.")
     *ports, port = *free_ports(2), given.port or free_ports(1)[0]
     servers = ",".join(f"127.0.0.1:{each}" for each in ports)
+    log_dir = given.log_dir or f"logs/online-{port}"  # which no other run has while this one lasts
     with tempfile.TemporaryDirectory() as folder, ExitStack() as started:
         place = f"{given.redis}#clicks-{os.getpid()}" if given.redis else f"{folder}/clicks"
 
@@ -59,7 +63,7 @@ def main() -> int:
 
         predictor = start(PARTS / "serve.py", place, port, servers)
         fleetrun = ("-m", "fleet.launch", "--servers", servers, "--workers", "127.0.0.1,127.0.0.1")
-        job = start(*fleetrun, "--log_dir", f"{folder}/logs", "--view", "plain", PARTS / "train.py", place)
+        job = start(*fleetrun, "--log_dir", log_dir, "--view", "plain", PARTS / "train.py", place)
         visitors = start(PARTS / "visitors.py", place, port, given.seconds)
         print(f"The page: http://127.0.0.1:{port} (as soon as the job has begun)", flush=True)
         while (code := job.poll()) is None:  # it ends when the stream does

@@ -167,6 +167,15 @@ def test_the_quick_start_by_the_commands_of_its_table(
     assert weights(EXAMPLES) == pytest.approx(expected, abs=DOCUMENTED)
 
 
+def test_the_quick_start_says_which_variable_it_misses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under fleetrun, which names the servers in another one, it ended in an endpoint without a host."""
+    pytest.importorskip("sklearn", reason="the example's data come with the extra 'examples'")
+    monkeypatch.setenv("PADDLE_TRAINING_ROLE", "TRAINER")
+    monkeypatch.delenv("PADDLE_PSERVER_IPS", raising=False)
+    with pytest.raises(SystemExit, match="PADDLE_PSERVER_IPS should name the servers' hosts, and is not set"):
+        load(DIST_TRAIN).train()
+
+
 def load(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None

@@ -213,6 +213,8 @@ def check_whole_run(processes: Processes, folder: Path, *options: str) -> None:
     running.send_signal(signal.SIGINT)
     running.communicate(timeout=PROCESSES_S)
     assert running.returncode == 0
+    (logs,) = (folder / "logs").iterdir()
+    assert (logs / "worker.1.log").exists(), "what the job's processes said outlasts them"
     until(lambda: not any(part.is_running() for part in parts))  # what stands for a process ends after it
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
+#: What the address of a Redis begins with; any other place is a file.
+REDIS = ("redis://", "rediss://", "unix://")
 END = "end"
 PAUSE_S = 0.05
 AT_ONCE = 256
@@ -91,4 +93,4 @@ class RedisStream:
 
 
 def stream_at(place: str) -> FileStream | RedisStream:
-    return RedisStream(place) if place.startswith(("redis://", "rediss://", "unix://")) else FileStream(place)
+    return RedisStream(place) if place.startswith(REDIS) else FileStream(place)
