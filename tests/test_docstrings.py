@@ -23,7 +23,7 @@ import fleet
 import fleet.errors
 import fleet.ray
 from fleet.checkpoint.dcp import FleetStorageReader
-from fleet.launch import cli
+from fleet.launch import checkpoint_options, cli
 from fleet.metrics import Metrics
 from fleet.optimizer import DistributedOptimizer
 from fleet.strategy.parameter_server import Strategy
@@ -107,5 +107,7 @@ def test_every_public_name_is_in_the_reference() -> None:
 
 def test_every_command_is_in_the_reference() -> None:
     page = (REFERENCE / "commands.md").read_text()
-    shown = re.findall(r"^<!-- output of: fleet (\S+) --help -->$", page, re.MULTILINE)
-    assert set(cli._COMMANDS) - {"run"} <= set(shown), "fleet run is fleetrun"
+    shown = re.findall(r"^<!-- output of: fleet (.+) --help -->$", page, re.MULTILINE)
+    of_checkpoints = checkpoint_options._parser("fleet checkpoint")._subparsers._group_actions[0].choices
+    expected = (set(cli._COMMANDS) - {"run"}) | {f"checkpoint {name}" for name in of_checkpoints}
+    assert set(shown) == expected, "fleet run is fleetrun"
