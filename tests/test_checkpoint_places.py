@@ -342,6 +342,8 @@ def test_names_that_are_no_place(tmp_path: Path) -> None:
             place_at(name)
         assert ("protocol may need a package" in str(caught.value)) == ("://" in str(name))
         assert str(caught.value).isprintable() or "\0" in str(name)
+    with pytest.raises(CheckpointError, match="dirname is empty; expected a path or a URL"):
+        place_at("")
     for wrong in (3, None, b"bytes"):
         with pytest.raises(ArgumentTypeError, match="dirname must be a path or a URL"):
             place_at(wrong)

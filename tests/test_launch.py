@@ -799,9 +799,48 @@ def test_version_and_unknown_commands(capsys: pytest.CaptureFixture[str]) -> Non
     assert cli.main(["fly"]) == 2
     assert cli.main([]) == 2
     assert cli.main(["server"]) == 2
+    here = "127.0.0.1:6170"
     for endpoint in ("here", "127.0.0.1:0"):
-        assert cli.main(["server", "--endpoint", endpoint]) == 2
-        assert "malformed endpoint; at --endpoint; expected host:port with a port from 1" in capsys.readouterr().err
+        for where, asked in {
+            "--endpoint": ["server", "--endpoint", endpoint],
+            "--join": ["server", "--endpoint", here, "--join", f"{here},{endpoint}"],
+            "add": ["servers", here, "add", here, endpoint],
+            "remove": ["servers", here, "remove", endpoint],
+        }.items():
+            assert cli.main(asked) == 2
+            assert f"malformed endpoint; at {where}; expected host:port with a port from 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "where"),
+    [
+        (["run", "--worker_num", "1", "--log_dir", "", "train.py"], "; at --log_dir"),
+        (["run", "--worker_num", "1", "--job_id=", "train.py"], "; at --job_id"),
+        (["plan", "train.py", "--json", ""], "; at --json"),
+        (["server", "--endpoint", "127.0.0.1:6170", "--model_dir", ""], "; at --model_dir"),
+        (["servers", "127.0.0.1:6170", "add", ""], ""),
+        (["replica", "--checkpoints=", "--endpoint", "127.0.0.1:6170"], "; at --checkpoints"),
+        (["doctor", ""], ""),
+        (["top", ""], ""),
+        (["report", ""], ""),
+        (["report", "logs", "--output", ""], "; at --output"),
+        (["replay", ""], ""),
+        (["replay", "durable", "--out", ""], "; at --out"),
+        (["checkpoint", "ls", "ckpt", ""], ""),
+        (["checkpoint", "export", "ckpt", ""], ""),
+        (["checkpoint", "import", "dcp", "out", "--format", "dcp", "--prefix="], "; at --prefix"),
+    ],
+    ids=" ".join,
+)
+def test_an_empty_argument_is_refused(
+    argv: list[str], where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a path it was the working directory, which was read as a checkpoint, or got the files of one."""
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(argv) == 2
+    assert f": an argument is empty{where}." in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["train.py"]
 
 
 #: Python writes what it prints when there is enough of it, or at the end.

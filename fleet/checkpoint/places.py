@@ -325,6 +325,8 @@ def place_at(dirname: object) -> Place:
     text = os.fspath(dirname)
     if not isinstance(text, str):
         raise ArgumentTypeError("dirname must be a path or a URL of characters", got=repr(dirname))
+    if not text:  # of a variable that is not set; as a path it would be the working directory
+        raise CheckpointError("dirname is empty", expected="a path or a URL", todo="'.' is the working directory.")
     if "://" not in text:
         return _directory(text)
     try:

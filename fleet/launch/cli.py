@@ -192,7 +192,7 @@ def _serve(argv: list[str], prog: str) -> int:
     )
     options = parser.parse_args(argv)
     endpoint = named_endpoint(options.endpoint, where="--endpoint")  # which port 0 is not: nobody would find it
-    joins = [] if options.join is None else [Endpoint.parse(each) for each in options.join.split(",")]
+    joins = [named_endpoint(each, where="--join") for each in (options.join or "").split(",") if options.join]
     if joins and options.model_dir is not None:
         raise ConfigurationError(
             "--join and --model_dir do not go together", todo="A server that joins a job gets what the job has."
@@ -221,7 +221,8 @@ def _change_servers(argv: list[str], prog: str) -> int:
         "--timeout_s", type=float, default=600.0, metavar="SECONDS", help="how long it may take (default: 600)"
     )
     options = parser.parse_args(argv)
-    asked, changed = parse_endpoints(options.server, "server"), [Endpoint.parse(each) for each in options.endpoints]
+    asked = parse_endpoints(options.server, "server")
+    changed = [named_endpoint(each, where=options.action) for each in options.endpoints]
     checks.seconds("--timeout_s", options.timeout_s)
     from fleet.launch.servers_command import change_servers  # loads torch and grpc
 

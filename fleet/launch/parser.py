@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from fleet.errors import ConfigurationError
 
@@ -18,6 +18,22 @@ _OWN_INPUT = re.compile(r"/dev/stdin$|/dev/fd/|/proc/self/fd/")
 
 
 class Parser(argparse.ArgumentParser):
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse an empty word, which a shell makes of a variable that is not set: as a path it would be the working
+        directory, as a name it would be none."""
+        before = ""
+        for word in args or ():
+            name, equals, value = word.partition("=")
+            if not word or (equals and not value and name.startswith("--")):
+                where = name or before
+                raise ConfigurationError(
+                    "an argument is empty",
+                    where=where if where.startswith("--") else None,
+                    todo="Is it a variable that is not set?",
+                )
+            before = word
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
         raise ConfigurationError(message)
 
