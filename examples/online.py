@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -56,7 +57,8 @@ def main() -> int:
         place = f"{given.redis}#clicks-{os.getpid()}" if given.redis else f"{folder}/clicks"
 
         def start(*command: object) -> subprocess.Popen[bytes]:
-            process = subprocess.Popen([sys.executable, *map(str, command)])
+            # In a session of its own: Ctrl-C is for this process alone, which ends the others, each of them once.
+            process = subprocess.Popen([sys.executable, *map(str, command)], start_new_session=True)
             started.callback(process.wait)
             started.callback(process.terminate)
             return process
@@ -75,6 +77,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)  # as Ctrl-C
     try:
         sys.exit(main())
     except KeyboardInterrupt:

@@ -218,6 +218,20 @@ def check_whole_run(processes: Processes, folder: Path, *options: str) -> None:
     until(lambda: not any(part.is_running() for part in parts))  # what stands for a process ends after it
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(2 * PROCESSES_S)
+def test_sigterm_ends_all_of_it_as_a_ctrl_c_does(processes: Processes, tmp_path: Path) -> None:
+    """It left the predictor, the visitors and the job behind."""
+    running = processes.start(EXAMPLE, "--port", "0", cwd=tmp_path)
+    page_of(running)
+    parts = [part for part in psutil.process_iter(["cwd"]) if part.info["cwd"] == str(tmp_path)]
+    assert len(parts) >= 4
+    running.send_signal(signal.SIGTERM)
+    out, _ = running.communicate(timeout=PROCESSES_S)
+    assert (running.returncode, out) == (0, "ended\n")
+    until(lambda: not any(part.is_running() for part in parts))
+
+
 def page_of(running: Any) -> str:
     found = re.search(r"http://([\d.]+:\d+)", running.stdout.readline())
     assert found is not None
