@@ -292,7 +292,7 @@ class StrategyFactory:
             check_finite=checks.switch("check_finite", check_finite),
             elastic=checks.switch("elastic", elastic),
             wire_dtype=_wire_dtype(wire_dtype),
-            dense=_on_servers(dense),
+            dense=_on_servers(dense, "GBA"),
             max_grad_norm=_max_grad_norm(max_grad_norm),
         )
 
@@ -322,7 +322,7 @@ class StrategyFactory:
             changes=_changes(changes),
             check_finite=checks.switch("check_finite", check_finite),
             wire_dtype=_wire_dtype(wire_dtype),
-            dense=_on_servers(dense),
+            dense=_on_servers(dense, "the auto mode, which is GBA at times,"),
             max_grad_norm=_max_grad_norm(max_grad_norm),
         )
 
@@ -471,11 +471,11 @@ def _max_grad_norm(value: object) -> float:
     return 0.0 if value is None else float(checks.number("max_grad_norm", value, 0, above=True))
 
 
-def _on_servers(value: object) -> str:
+def _on_servers(value: object, mode: str) -> str:
     """Return where dense parameters are trained in a mode in which that can only be on the servers."""
     if _dense(value) == ALL_REDUCE:
         raise ConfigurationError(
-            f"GBA and dense={ALL_REDUCE!r} exclude each other: workers that average among themselves wait for the "
+            f"{mode} and dense={ALL_REDUCE!r} exclude each other: workers that average among themselves wait for the "
             "slowest",
             todo="Leave dense at 'servers', or use create_sync_strategy(dense='all_reduce').",
         )
