@@ -173,6 +173,16 @@ def test_what_cannot_be_reported_is_refused(given: dict[str, Any], error: type[E
     assert figures["examples"] == 0, "what is refused counts in no part"
 
 
+def test_a_loss_is_none_of_the_names_of_ones_own() -> None:
+    def body(fleet_: Fleet, index: int) -> dict[str, float]:
+        join(fleet_)
+        fleet_.report(loss=1.0, **{f"f{i}": float(i) for i in range(MOST_REPORTED)})
+        return dict(fleet_.summary()["figures"])
+
+    (figures,) = run_job(body)
+    assert (figures["loss"], figures["f63"]) == (1.0, 63.0)
+
+
 def test_report_needs_a_running_job() -> None:
     with pytest.raises(NotInitializedError, match=r"fleet\.init"):
         Fleet(environ={}).report(loss=1.0)

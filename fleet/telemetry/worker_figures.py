@@ -57,7 +57,7 @@ class WorkerFigures:
                     expected=f"letters, digits and underscores, at most {LONGEST_NAME}",
                     got=repr(name[:80]),
                 )
-        if len(self._reported.keys() | given) > MOST_REPORTED:
+        if len((self._reported.keys() | given) - {"loss"}) > MOST_REPORTED:  # which is no name of the script's own
             raise ConfigurationError("report(): too many figures", expected=f"up to {MOST_REPORTED} names")
         kept = {name: _kept(name, value) for name, value in given.items()}
         self._examples += counted

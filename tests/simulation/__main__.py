@@ -48,10 +48,7 @@ def main() -> int:
         return tell(drawn(options.seed), shorter=not options.whole, heartbeats=options.heartbeats)
     if options.on_purpose:
         return on_purpose.tell_all(options.most, options.jobs)
-    total = explore(options.first, options.minutes, options.jobs)
-    for seed, wrong in sorted(total.wrong.items()):
-        print(f"seed {seed}: {'; '.join(wrong[:3])}")
-    return bool(total.wrong)
+    return bool(explore(options.first, options.minutes, options.jobs).wrong)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import logging
@@ -83,21 +84,28 @@ def begin(cores: multiprocessing.SimpleQueue[int] | None = None) -> None:
 
 
 def explore(first: int, minutes: float, jobs: int) -> Tally:
-    """Run seeds side by side until the time is up."""
+    """Run seeds side by side until the time is up, or a Ctrl-C comes; tell of those that were wrong."""
     total, began, start = Tally(), time.monotonic(), first
     context = multiprocessing.get_context("spawn")
     cores: multiprocessing.SimpleQueue[int] = context.SimpleQueue()
     for _, core in zip(range(jobs), itertools.cycle(sorted(os.sched_getaffinity(0))), strict=False):
         cores.put(core)
-    with context.Pool(jobs, initializer=begin, initargs=(cores,)) as pool:
+
+    def take(result: Any) -> None:
+        tally = result.get()
+        for seed, wrong in sorted(tally.wrong.items()):
+            print(f"seed {seed}: {'; '.join(wrong[:3])}", flush=True)  # now: it may be hours to the end
+        total.add(tally)
+
+    with context.Pool(jobs, initializer=begin, initargs=(cores,)) as pool, contextlib.suppress(KeyboardInterrupt):
         waiting: list[Any] = []
         while time.monotonic() < began + 60 * minutes:
             waiting.append(pool.apply_async(tried, (range(start, start + _BATCH),)))
             start += _BATCH
             while len(waiting) > jobs:
-                total.add(waiting.pop(0).get())
+                take(waiting.pop(0))
         for each in waiting:
-            total.add(each.get())
+            take(each)
     took = (time.monotonic() - began) / 60
     befell = ", ".join(f"{count} x {kind}" for kind, count in total.struck.most_common())
     print(
