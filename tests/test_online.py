@@ -9,6 +9,7 @@ import re
 import runpy
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -155,6 +156,12 @@ def test_fashion_changes_who_clicks() -> None:
     assert first > 0.5 > later
 
 
+def _takes_connections(place: str) -> bool:
+    """Say whether a server listens at a socket, whose file is there a moment before."""
+    with socket.socket(socket.AF_UNIX) as line:
+        return not line.connect_ex(place)
+
+
 @pytest.fixture
 def redis_at(tmp_path: Path) -> Iterator[str]:
     pytest.importorskip("redis", reason="the client of Redis comes with the extra 'test'")
@@ -162,7 +169,7 @@ def redis_at(tmp_path: Path) -> Iterator[str]:
     command = [str(REDIS), "--port", "0", "--unixsocket", place, "--save", "", "--dir", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:
         try:
-            until(lambda: Path(place).exists())
+            until(lambda: _takes_connections(place))
             yield f"unix://{place}"
         finally:
             server.terminate()
