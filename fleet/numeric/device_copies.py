@@ -66,9 +66,8 @@ class CudaCopies:
     def host(self, parts: Sequence[Array]) -> torch.Tensor:
         shape = (sum(map(len, parts)), *parts[0].shape[1:])
         dtype = torch.from_numpy(parts[0][:0]).dtype
-        pinned = torch.empty(
-            shape, dtype=dtype, pin_memory=True, device="cpu"
-        )  # torch keeps it until copies from it are over
+        # torch keeps it until copies from it are over
+        pinned = torch.empty(shape, dtype=dtype, pin_memory=True, device="cpu")
         np.concatenate(parts, out=pinned.numpy())
         return pinned
 
