@@ -250,6 +250,7 @@ def trains(strategy: Strategy) -> Callable[[Fleet, int], Any]:
     return body
 
 
+@pytest.mark.pairs(2)
 @pytest.mark.parametrize("servers", [1, 2])
 @pytest.mark.parametrize("most", [None, 0.5])
 def test_before_it_changes_it_is_synchronous_to_the_bit(servers: int, most: float | None) -> None:
@@ -450,6 +451,7 @@ def test_one_that_starts_again_amid_a_round_is_in_it_once(servers: int) -> None:
     assert ended == [(-1.5 * 1111, {0: 4, 1: 4})] * 2
 
 
+@pytest.mark.pairs(2)
 @pytest.mark.parametrize("depth", [None, 1, 5])
 @pytest.mark.parametrize("device", [None, "cpu"])
 def test_rows_that_are_asked_for_ahead_are_those_of_synchronous_training(depth: int | None, device: str | None) -> None:

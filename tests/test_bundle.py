@@ -95,7 +95,7 @@ def trained(mode: str, kind: str, options: dict[str, Any], workers: int, servers
         ("geo", "SGD", {"lr": 0.1}, 1, 1),
     ],
 )
-@pytest.mark.pairs(4)
+@pytest.mark.pairs(2)
 def test_whole_jobs(
     monkeypatch: pytest.MonkeyPatch, mode: str, kind: str, options: dict[str, Any], workers: int, servers: int
 ) -> None:

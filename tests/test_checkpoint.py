@@ -383,6 +383,7 @@ def small_version(dirname: Path) -> int:
     return checkpoint.manifest.version
 
 
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("existing", ["nothing", "an empty directory", "a checkpoint"])
 def test_a_failure_at_any_point_leaves_a_whole_checkpoint_or_none(
     existing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -524,7 +525,7 @@ def straight() -> Callable[[str], list[torch.Tensor]]:
     return look
 
 
-@pytest.mark.pairs(4)
+@pytest.mark.pairs(2)
 @pytest.mark.parametrize("name", MAKES)
 @pytest.mark.parametrize("move", MOVES)
 def test_going_on_equals_never_stopping(

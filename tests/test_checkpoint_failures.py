@@ -119,6 +119,7 @@ def in_a_process_that_dies(at: int, dirname: Path, version: int) -> bool:
     return code != 0
 
 
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("existing", ["nothing", "an empty directory", "a checkpoint"])
 def test_a_writer_that_is_killed_anywhere_leaves_a_whole_checkpoint_or_none(existing: str, tmp_path: Path) -> None:
     outcomes = []
@@ -295,7 +296,7 @@ def test_where_nobody_may_write(call: str, place: str, tmp_path: Path, monkeypat
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.EDQUOT])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.pairs(3)
+@pytest.mark.pairs(1)
 def test_one_server_that_cannot_write(
     strategy: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -471,7 +472,7 @@ def shards(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], int]]:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.pairs(3)
+@pytest.mark.pairs(1)
 def test_a_load_that_fails_on_one_server_changes_nothing(
     strategy: str, shards: Callable[[], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -513,7 +514,7 @@ def test_a_load_that_fails_on_one_server_changes_nothing(
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.pairs(3)
+@pytest.mark.pairs(1)
 def test_plain_tensors_that_do_not_all_arrive_change_nothing(
     strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

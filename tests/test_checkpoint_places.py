@@ -193,6 +193,7 @@ def test_servers_of_their_own_write_where_they_can(
         assert same(loaded(dirname), expected), dirname
 
 
+@pytest.mark.pairs(2)
 @pytest.mark.parametrize("strategy", ["sync", "async", "geo"])
 @pytest.mark.parametrize("seeing", [(False, False), (True, False)], ids=["none", "one of two"])
 def test_servers_that_do_not_see_the_place_send_their_shares(

@@ -96,7 +96,7 @@ def test_every_so_many_are_full() -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.pairs(3)
+@pytest.mark.pairs(1)
 def test_a_job_goes_on_from_the_latest(strategy: str, tmp_path: Path) -> None:
     """What was saved behind the training, base and deltas, is what the only worker had at that step."""
 
@@ -122,7 +122,7 @@ def test_a_job_goes_on_from_the_latest(strategy: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.pairs(3)
+@pytest.mark.pairs(1)
 def test_the_first_worker_saves_and_all_go_on(strategy: str, tmp_path: Path) -> None:
     def body(job: Fleet, worker: int) -> None:
         stepped(job, strategy, 6, tmp_path, every_steps=3)

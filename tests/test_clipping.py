@@ -82,7 +82,7 @@ GBA = StrategyFactory.create_gba_strategy(max_grad_norm=MOST)
 HYBRID = StrategyFactory.create_sync_strategy(dense="all_reduce", max_grad_norm=MOST)
 
 
-@pytest.mark.pairs
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("servers", [1, 2, 3])
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -182,7 +182,7 @@ def test_what_is_not_finite_does_what_it_does_in_torch(servers: int) -> None:
 
 @pytest.mark.parametrize("action", [Action.DROP_REQUEST, Action.DROP_REPLY, Action.DUPLICATE])
 @pytest.mark.parametrize("strategy", [SYNC, GBA], ids=["sync", "gba"])
-@pytest.mark.pairs
+@pytest.mark.pairs(1)
 def test_whatever_happens_to_what_servers_are_told(strategy: Strategy, action: Action) -> None:
     network = FaultyNetwork(LoopbackNetwork(), Fault(action, kind="clip", skip=1, times=3))
     body = trains(strategy, "adagrad", lockstep=True)

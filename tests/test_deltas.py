@@ -31,7 +31,7 @@ from fleet.ps.table.shard import FIRST, Piece, Shard
 from fleet.ps.worker.state_reader import exported
 
 
-@pytest.mark.pairs(3)
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("into", ["the same directory", "directories of their own"])
 def test_base_and_deltas_are_what_a_full_one_is(strategy: str, into: str, tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_base_and_deltas_are_what_a_full_one_is(strategy: str, into: str, tmp_pa
         assert same(found, expected), servers
 
 
-@pytest.mark.pairs(3)
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("who", ["one", "all"])
 def test_a_running_job_goes_on_from_a_checkpoint(strategy: str, who: str, tmp_path: Path) -> None:
@@ -119,6 +119,7 @@ def test_a_synchronous_job_that_loads_ends_where_a_restarted_one_ends(tmp_path: 
     assert all(same(found, expected[0]) for found in (*run_job(running, 2, 2), *expected))
 
 
+@pytest.mark.pairs(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_plain_tensors_start_a_job(strategy: str) -> None:
     torch.manual_seed(9)
@@ -388,7 +389,7 @@ def test_parameters_and_tables_that_joined_since_are_in_a_delta(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.pairs(3)
+@pytest.mark.pairs(1)
 def test_deltas_of_several_workers(strategy: str, tmp_path: Path) -> None:
     """One writes for all; who comes when it is written returns at once."""
 
@@ -414,7 +415,7 @@ def test_deltas_of_several_workers(strategy: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.pairs(3)
+@pytest.mark.pairs(1)
 def test_rows_that_are_on_their_way_do_not_outlive_a_load(strategy: str, tmp_path: Path) -> None:
     """What was prefetched before it is asked for again."""
 
@@ -504,7 +505,7 @@ def test_an_asynchronous_worker_learns_of_a_load_from_its_next_push(tmp_path: Pa
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.pairs(3)
+@pytest.mark.pairs(1)
 def test_two_workers_load_different_checkpoints(strategy: str, tmp_path: Path) -> None:
     """One after the other; in the end all have one of the two."""
 

@@ -371,7 +371,7 @@ STRUCK = [
 
 
 @pytest.mark.parametrize(("kind", "server", "who"), STRUCK)
-@pytest.mark.pairs(5)
+@pytest.mark.pairs(2)
 def test_a_worker_that_ended_while_parameters_joined_comes_back(who: int, server: int, kind: str) -> None:
     """At whatever request: one server has heard of them then, perhaps, and the other one not."""
 
@@ -446,6 +446,7 @@ FREE = {
 }
 
 
+@pytest.mark.pairs(2)
 @pytest.mark.parametrize("mode", FREE)
 def test_one_worker_without_rounds(tmp_path: Path, mode: str) -> None:
     body = counts(FREE[mode], torch.optim.Adagrad)
@@ -596,7 +597,7 @@ def saved_and_loaded(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return run_job(saves_and_loads(tmp_path_factory.mktemp("undisturbed")), 2, 2)
 
 
-@pytest.mark.pairs(3)
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("kind", ["claim", "load", "ready", "release", "save", "settle"])
 def test_checkpoints_around_a_kill(tmp_path: Path, kind: str, moment: str, saved_and_loaded: list[Any]) -> None:
@@ -628,7 +629,7 @@ def began_with(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[Any]
     return folder, run_job(trains("adam"), 2, 2, model_dir=folder)
 
 
-@pytest.mark.pairs
+@pytest.mark.pairs(2)
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("kind", ["hello", "push", "bye"])
 def test_a_job_that_began_with_a_checkpoint(
@@ -799,7 +800,7 @@ def test_nobody_looks_up_at_servers_that_another_thread_of_the_worker_has_ended(
 # ---------------------------------------------------------------- what is on the disk
 
 
-@pytest.mark.pairs(4)
+@pytest.mark.pairs(2)
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("piece", range(1, 9))
 def test_killed_while_it_takes_a_snapshot(tmp_path: Path, piece: int, after: bool) -> None:
@@ -877,7 +878,7 @@ def test_every_push_once_while_a_snapshot_is_written(tmp_path: Path, mode: str) 
     assert sum(host.kills_amid_snapshots for host in job.hosts) > 2
 
 
-@pytest.mark.pairs
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("then", ["goes on", "is killed", "is stopped"])
 @pytest.mark.parametrize("where", ["before its first piece", "before it is whole"])
 def test_requests_are_answered_while_a_snapshot_is_written(
@@ -1315,7 +1316,7 @@ def test_a_server_that_has_kept_less_ends_the_job(
     )
 
 
-@pytest.mark.pairs
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("lost", [1, 5, 8])
 @pytest.mark.parametrize("mode", [mode for mode in FREE if mode != "gba"])  # whose servers share what they make
 def test_without_rounds_a_job_goes_on_without_what_was_lost(

@@ -322,6 +322,7 @@ def test_a_backward_that_fails_has_done_nothing() -> None:
     assert network.seen["joined"] == 4 * STEPS
 
 
+@pytest.mark.pairs(2)
 @pytest.mark.parametrize("action", [Action.DROP_REQUEST, Action.DROP_REPLY, Action.DUPLICATE])
 @pytest.mark.parametrize("kind", ["part", "push"])
 def test_each_counts_once(kind: str, action: Action) -> None:

@@ -310,7 +310,7 @@ def test_a_checkpoint_of_one_that_has_joined_is_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("offset", range(2))
 @pytest.mark.parametrize("mode", ELASTIC)
-@pytest.mark.pairs
+@pytest.mark.pairs(1)
 def test_servers_that_are_killed_know_who_has_joined(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, offset: int
 ) -> None:

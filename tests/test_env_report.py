@@ -110,6 +110,7 @@ def test_limits_of_a_container(monkeypatch: pytest.MonkeyPatch) -> None:
     assert env_report._processor()["quota"] == "none"
 
 
+@pytest.mark.pairs(2)
 @pytest.mark.parametrize(
     "words",
     [

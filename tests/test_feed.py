@@ -269,7 +269,7 @@ RELAXED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("mode", RELAXED)
-@pytest.mark.pairs(4)
+@pytest.mark.pairs(2)
 def test_other_modes_end_with_what_the_job_has(mode: str) -> None:
     job = Job(trains(20, RELAXED[mode](), make=Net), 2, 2)
     with following(job) as followed:
@@ -371,6 +371,7 @@ class Other(Model):
         return -sum([self.known(ids).sum(), self.dense.sum(), *rows], torch.zeros(()))
 
 
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize(
     ("change", "told"),
     [("fewer", "'open.weight' is not there"), ("mean", "'open.weight' is .*5.0"), ("shape", "'dense' is .*8,")],

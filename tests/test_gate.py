@@ -463,6 +463,7 @@ def test_every_order(name: str, worker_num: int, departures: int, repeats: int, 
         assert walked.rounds == some_rounds(worker_num, departures)
 
 
+@pytest.mark.pairs(2)
 @pytest.mark.parametrize(
     ("gradients", "staleness", "drops"), [(1, 0, True), (2, 0, True), (3, 1, False), (2, 9, False)]
 )
@@ -472,6 +473,7 @@ def test_every_order_of_gradients_in_buffers(gradients: int, staleness: int, dro
     assert walked.dropped == drops
 
 
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("changes", [(1,), (1, 2), (2, 3)])
 def test_every_order_around_a_change_of_who_waits_for_whom(changes: tuple[int, ...]) -> None:
     assert Explorer(MODES["auto"], 2, 1, 1, 0, 9, 0, changes).explore().endings

@@ -54,7 +54,7 @@ def trains(strategy: Strategy, name: str, steps: int = 5) -> Callable[[Fleet, in
     return body
 
 
-@pytest.mark.pairs(4)
+@pytest.mark.pairs(2)
 @pytest.mark.parametrize("servers", [1, 2, 3])
 @pytest.mark.parametrize("name", ["sgd", "sgd-nesterov", "adam", "adamw-amsgrad", "adagrad", "rmsprop-centered"])
 def test_in_lockstep_it_is_synchronous_to_the_bit(name: str, servers: int) -> None:
@@ -67,6 +67,7 @@ def test_in_lockstep_gradients_in_fewer_bits_are_those_of_synchronous_training()
     same(run_job(trains(StrategyFactory.create_gba_strategy(wire_dtype="bf16"), "adam"), 2, 2), expected)
 
 
+@pytest.mark.pairs(2)
 @pytest.mark.parametrize("servers", [1, 2])
 @pytest.mark.parametrize("gradients", [1, 2, 6])
 def test_every_gradient_counts_once(gradients: int, servers: int) -> None:

@@ -671,6 +671,7 @@ def checkpointed(
     return run_job(body, workers, 2, **options)
 
 
+@pytest.mark.pairs(2)
 @pytest.mark.parametrize("modes", [(geo(4), geo(4)), (geo(4), geo(100)), (geo(3), None), (None, geo(2))])
 def test_going_on_equals_never_stopping(modes: tuple[Any, Any], tmp_path: Path) -> None:
     """Adam's state comes along, into and out of GEO; the step to go on from is the user's, not that of the pushes."""

@@ -229,6 +229,7 @@ def test_a_step_that_is_refused_has_changed_nothing(mode: str, wrong: str) -> No
     run_job(body)
 
 
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize(("step", "collective"), [(0, 0), (0, 1), (2, 0)], ids=["plain", "plain, later", "buckets"])
 def test_a_round_that_ctrl_c_strikes_is_done_over(
     net: Net, monkeypatch: pytest.MonkeyPatch, step: int, collective: int
@@ -294,6 +295,7 @@ def test_every_optimizer_ends_where_one_process_does(name: str, workers: int, se
         assert all(torch.equal(a, b) for a, b in zip(got, results[0], strict=True))
 
 
+@pytest.mark.pairs(2)
 @pytest.mark.parametrize(("workers", "servers"), [(1, 1), (2, 2), (3, 1), (3, 2)])
 def test_rows_and_layers_end_where_servers_alone_end(net: Net, workers: int, servers: int) -> None:
     check(*hybrid_and_servers(net, lambda m: torch.optim.Adam(m.parameters(), 0.05), workers, servers, each_step))
@@ -420,7 +422,7 @@ def with_closures(optimizer: Any, model: Net, worker: int) -> None:
     "train",
     [with_schedule, accumulating, accumulating_in_rounds, by_hand, with_gaps, with_zeros, with_closures],
 )
-@pytest.mark.pairs(3)
+@pytest.mark.pairs(1)
 def test_as_on_servers(net: Net, train: Callable[[Any, Net, int], None]) -> None:
     def make(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
         own = [each for each in model.parameters() if each.dim() == 1]
@@ -535,6 +537,7 @@ def test_clipping_is_by_the_norm_of_what_all_push(net: Net) -> None:
         optimizer.step()
 
 
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("where", ["rows", "layers", "by hand"])
 def test_a_grad_scaler_skips_a_step_for_all(net: Net, where: str) -> None:
     """Gradients stay as they are, as in torch, and nothing of them reaches a server."""
@@ -681,6 +684,7 @@ def two_tensors(*values: float) -> tuple[torch.Tensor, ...]:
     return tuple(map(torch.tensor, values))
 
 
+@pytest.mark.pairs(2)
 @pytest.mark.parametrize(
     ("kind", "first", "other"),
     [
@@ -748,7 +752,7 @@ def halving(params: Any, lr: float) -> torch.optim.Optimizer:
     return plain
 
 
-@pytest.mark.pairs
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("make", [Counting, halving])
 @pytest.mark.parametrize("apart", ["other options", "the first worker starts again", "the second worker starts again"])
 def test_what_steps_change_of_options_stays_changed(net: Net, make: Any, apart: str) -> None:
@@ -813,7 +817,7 @@ def freeze(optimizer: Any, model: Net, step: int, worker: int, how: str) -> None
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-@pytest.mark.pairs(4)
+@pytest.mark.pairs(2)
 @pytest.mark.parametrize(
     ("how", "options"),
     [
@@ -930,6 +934,7 @@ def test_parameters_that_join(net: Net) -> None:
     check(*hybrid_and_servers(net, lambda m: torch.optim.SGD(m.parameters(), 0.1), 2, 1, train))
 
 
+@pytest.mark.pairs(2)
 @pytest.mark.parametrize("kind", ["layer", "table"])
 @pytest.mark.parametrize("name", ["momentum", "adagrad"])
 def test_they_join_an_optimizer_that_has_state_here(net: Net, name: str, kind: str) -> None:
@@ -1007,6 +1012,7 @@ def test_state_of_rows_from_before_the_job_is_refused() -> None:
 # --- Other modes ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("mode", ["async", "half_async", "ssp"])
 def test_layers_are_exact_whatever_rows_do(net: Net, mode: str) -> None:
     """Without tables the workers are in step, to the bit where one process is within rounding; and so they are with

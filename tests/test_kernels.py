@@ -189,7 +189,7 @@ def assert_close(ours: Any, theirs: Any, slack: float = 1, about: object = "") -
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("rule", CASES)
-@pytest.mark.pairs(5)
+@pytest.mark.pairs(2)
 def test_rows_follow_torch_row_by_row(rule: str, dtype: str) -> None:
     """Each row is a parameter of its own, with each combination of options."""
     start = np.random.default_rng(3).normal(size=(ROWS, DIM)).astype(dtype)

@@ -536,6 +536,7 @@ time.sleep(60)
     assert "again" not in err
 
 
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -921,6 +922,7 @@ def test_what_the_system_does_not_start_is_named(
     assert "worker 0 cannot be started; got Argument list too long (E2BIG). Give the script" in capsys.readouterr().err
 
 
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize(("workers", "message"), [(50, "no 50 free ports are"), (33, "the log of"), (12, "be started")])
 def test_a_limit_on_open_files_is_named(tmp_path: Path, workers: int, message: str) -> None:
     (tmp_path / "script.py").write_text("import time; time.sleep(60)")
@@ -931,6 +933,7 @@ def test_a_limit_on_open_files_is_named(tmp_path: Path, workers: int, message: s
     assert "(EMFILE). Start fewer processes" in ended.stderr
 
 
+@pytest.mark.pairs(2)
 @pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-", "0<&- 1>&- 2>&-"])
 def test_streams_that_are_closed_are_nobody_elses_files(tmp_path: Path, closed: str) -> None:
     """Whatever the launcher opens would else be in their place, and what it says would be written into that."""

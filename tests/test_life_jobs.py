@@ -120,6 +120,7 @@ def test_killed_at_every_request_with_one_server(tmp_path: Path, ruled: Callable
     assert job.kills > 6
 
 
+@pytest.mark.pairs(2)
 @pytest.mark.parametrize("rules", ALONE.values(), ids=ALONE)
 def test_a_job_goes_on_from_its_checkpoint(tmp_path: Path, ruled: Callable[[Rules], None], rules: Rules) -> None:
     ruled(rules)

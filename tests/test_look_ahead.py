@@ -92,7 +92,7 @@ def same(got: list[list[torch.Tensor]], expected: list[list[torch.Tensor]]) -> N
 @pytest.mark.parametrize(("workers", "servers"), [(1, 1), (2, 2), (3, 1)])
 @pytest.mark.parametrize("depth", [1, 2, 9])
 @pytest.mark.parametrize("dense", ["servers", "all_reduce"])
-@pytest.mark.pairs
+@pytest.mark.pairs(1)
 def test_synchronous_training_is_the_same_to_the_bit(dense: Any, depth: int, workers: int, servers: int) -> None:
     """Also as rows are trained by other workers between the request for them and their use."""
     got, expected = (

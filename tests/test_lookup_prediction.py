@@ -82,6 +82,7 @@ def train(
         return run_job(body, workers, 2)
 
 
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize(
     ("strategy", "workers"),
     [(None, 2), (StrategyFactory.create_half_async_strategy(), 1), (StrategyFactory.create_geo_strategy(2), 1)],

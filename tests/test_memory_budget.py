@@ -119,13 +119,14 @@ def same(got: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.pairs(4)
+@pytest.mark.pairs(2)
 def test_every_optimizer_ends_where_it_does_without_a_bound(tmp_path: Path, optimizer: str) -> None:
     got = run_job(trains(optimizer), 1, 1, environ=budget(tmp_path))[0]
     same(got, unbounded(optimizer, "sync", 1, 1))
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.pairs(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_mode_ends_where_it_does_without_a_bound(tmp_path: Path, strategy: str) -> None:
     got = run_job(trains("adagrad", strategy), 1, 2, environ=budget(tmp_path))[0]
@@ -210,6 +211,7 @@ class Held(threading.local):
     lock = False
 
 
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("strategy", ["sync", "async", "geo"])
 def test_no_request_waits_for_the_disk_under_the_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str

@@ -75,6 +75,7 @@ def test_merged_steps_have_the_options_of_the_last_and_decay_once() -> None:
     assert got == pytest.approx(1 - 0.1 * (0.5 + 0.5 + 0.1 * 1))
 
 
+@pytest.mark.pairs(2)
 @pytest.mark.parametrize("mode", FREE)
 def test_three_workers_move_together(mode: str) -> None:
     """Every gradient is applied once and undivided: with a constant one, the end is known whatever the order."""

@@ -222,6 +222,7 @@ def test_dense_training_ends_where_a_simulation_of_the_rounding_ends(wire_dtype:
         torch.testing.assert_close(got, simulated(wire_dtype, 2, 12, dtype), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("wire_dtype", WIRE_DTYPES)
 def test_synchronous_training_ends_at_the_same_bits_every_time(wire_dtype: str) -> None:
     strategy = StrategyFactory.create_sync_strategy(wire_dtype=wire_dtype)
@@ -248,7 +249,7 @@ def learnt(mode: str, wire_dtype: str | None) -> Any:
 
 @pytest.mark.parametrize("wire_dtype", WIRE_DTYPES)
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.pairs(4)
+@pytest.mark.pairs(2)
 def test_every_mode_learns_as_well(mode: str, wire_dtype: str) -> None:
     """One worker; the same course as with gradients as they are, but where threads decide it."""
     plain, losses, _ = learnt(mode, None)
@@ -261,7 +262,7 @@ def test_every_mode_learns_as_well(mode: str, wire_dtype: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.pairs(3)
+@pytest.mark.pairs(1)
 def test_the_bytes_a_worker_sends(mode: str) -> None:
     """20 x 31 numbers and up to six rows of 30, with ids; and once, as wide as ever, initial values."""
     sent = {}

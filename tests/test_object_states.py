@@ -300,7 +300,7 @@ def files(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.pairs
+@pytest.mark.pairs(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_every_worker_goes_on_where_it_was(strategy: str, workers: int, tmp_path: Path, files: Path) -> None:
@@ -366,7 +366,7 @@ def keep_and_step(me: Worker) -> None:
     ],
 )
 @pytest.mark.usefixtures("impatient")
-@pytest.mark.pairs(5)
+@pytest.mark.pairs(2)
 def test_a_worker_that_starts_again_has_what_it_kept(strategy: str, kept: str, tmp_path: Path, files: Path) -> None:
     """It belongs to the step that it goes on after, however often servers are killed."""
     environ = {**ENVIRON, "FLEET_JOB_ID": "one", "FLEET_HEARTBEAT_S": "0.1"}
@@ -476,7 +476,7 @@ def every_one(steps: int, workers: int) -> dict[int, dict[str, Any]]:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("who", ["one", "all"])
-@pytest.mark.pairs
+@pytest.mark.pairs(2)
 def test_a_save_holds_the_state_of_each_that_makes_it(strategy: str, who: str, tmp_path: Path) -> None:
     def body(job: Fleet, index: int) -> tuple[bool, dict[str, Any]]:
         me = Plain(job, strategy)
@@ -530,7 +530,7 @@ def go_different_ways(strategy: str, where: Path) -> Callable[[Fleet, int], None
     return body
 
 
-@pytest.mark.pairs
+@pytest.mark.pairs(2)
 @pytest.mark.parametrize("strategy", OWN_STEPS)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_where_workers_share_no_step_each_goes_on_after_its_own_last_one(
@@ -557,6 +557,7 @@ def test_where_workers_share_no_step_each_goes_on_after_its_own_last_one(
     }
 
 
+@pytest.mark.pairs(2)
 @pytest.mark.parametrize("strategy", OWN_STEPS)
 def test_a_running_job_goes_back_to_where_each_workers_state_was(
     strategy: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -760,6 +761,7 @@ def test_a_worker_that_is_busy_is_waited_for_until_the_deadline(tmp_path: Path) 
     assert held(tmp_path / "ckpt") == every_one(1, 1)
 
 
+@pytest.mark.pairs(2)
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.usefixtures("impatient")
 def test_a_server_that_is_killed_amid_states_has_them_again(moment: str, tmp_path: Path) -> None:

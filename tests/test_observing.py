@@ -553,6 +553,7 @@ def test_ids_that_most_requests_name_are_hot() -> None:
     assert found.rows == 2000 * (2 * 40 + 1) + 1000
 
 
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize(("requests", "size"), [(700, 1), (400, 10_000), (35, 100_000)])
 def test_little_is_kept_of_what_was_asked_for(requests: int, size: int) -> None:
     found = asked(requests, size)
@@ -936,7 +937,7 @@ def places_in(value: object) -> Iterator[tuple[Any, Any]]:
     "odd", [None, -1, 10**400, -1e305, math.nan, math.inf, "x", "\ud800", [], {}, [[1]], "removed"]
 )
 @pytest.mark.parametrize("kind", ["worker", "server", "event"])
-@pytest.mark.pairs(6)
+@pytest.mark.pairs(2)
 def test_no_odd_value_anywhere_in_a_record_ends_those_who_read_it(
     kind: str, odd: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -318,6 +318,7 @@ def _by_kind(params: Iterable[torch.nn.Parameter], dense: str, rows: str) -> lis
     return [ON_SERVERS[dense](most), ON_SERVERS[rows]([own, opened])]
 
 
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("name", GOING_ON)
 def test_going_on_from_a_checkpoint_equals_never_stopping(name: str, tmp_path: Path) -> None:
     def train(*args: Any, **options: Any) -> list[list[torch.Tensor]]:

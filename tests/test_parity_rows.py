@@ -137,6 +137,7 @@ CASES = [
 ]
 
 
+@pytest.mark.pairs(6)
 @pytest.mark.parametrize(("name", "workers", "servers"), CASES)
 def test_rows_end_where_torch_ends(name: str, workers: int, servers: int) -> None:
     make = (LAZY | COUNTED | ADAMS)[name]

@@ -7,6 +7,7 @@ import contextlib
 import copy
 import dataclasses
 import itertools
+import math
 import socket
 import statistics
 import threading
@@ -111,7 +112,7 @@ def train(
 
 @pytest.mark.parametrize("every", [1, 2, 3])
 @pytest.mark.parametrize("iterate", [ahead(1), ahead(2), ahead(9), some_ahead], ids=["1", "2", "9", "some"])
-@pytest.mark.pairs
+@pytest.mark.pairs(2)
 def test_synchronous_training_is_the_same_to_the_bit(iterate: Batches, every: int) -> None:
     """Also where gradients of several batches are accumulated, so that what was asked for ahead can never come."""
     for got, expected in zip(train(None, iterate, every=every), train(None, plainly, every=every), strict=True):
@@ -341,7 +342,7 @@ def test_what_was_fetched_is_for_one_step_of_a_batch(mode: str, device: str | No
 @pytest.mark.parametrize("mode", ["sync", "ssp", "half_async", "gba", "auto"])
 @pytest.mark.parametrize("options", [{}, {"depth": 2}, {"device": "cpu"}], ids=["", "depth", "device"])
 @pytest.mark.parametrize("loops", [1, 30])
-@pytest.mark.pairs(3)
+@pytest.mark.pairs(1)
 def test_any_number_of_batches_may_pass_without_a_step(
     mode: str, options: dict[str, Any], loops: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -396,7 +397,7 @@ def test_what_was_fetched_lacks_no_step_that_looked_its_table_up_otherwise(
 
 @pytest.mark.parametrize("staleness", [0, 1, 4])
 @pytest.mark.parametrize("device", [None, "cpu"])
-@pytest.mark.pairs(3)
+@pytest.mark.pairs(1)
 def test_no_rows_are_so_old_that_gba_drops_what_was_computed_on_them(device: str | None, staleness: int) -> None:
     """However many steps a script takes with one batch."""
 
@@ -621,7 +622,7 @@ def in_memory(memory: Any, give: Callable[[Any], Any], first: Sequence[int] = (1
 
 def as_ids(batch: Any) -> Batch:
     """What ``lookup`` may do: look for them, and copy them."""
-    if isinstance(batch, Kept | Slotted):
+    if isinstance(batch, Kept | Slotted | Labelled):
         batch = batch.ids
     if isinstance(batch, collections.abc.Mapping):
         batch = batch["ids"]
@@ -641,10 +642,29 @@ WRITTEN_OVER: dict[str, Callable[[], Iterable[Any]]] = {
     "a dict, at its end": lambda: in_one({}, first=(2, 3, 2, 3, 2), end=torch.tensor([4, 0])),
     "a list": lambda: in_memory([0, 0], lambda memory: memory),
 }
+
+
+class Counted:
+    """Batches that know where they are from."""
+
+    def __init__(self) -> None:
+        self.counts, self.memory = [0], torch.zeros(3)
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(5):
+            self.counts[0] += 1
+            self.memory += 1
+            batch = Kept(torch.tensor([number, 0]))
+            batch.source = self  # type: ignore[attr-defined]
+            yield batch
+
+
 ONLY_THE_LOOPS: dict[str, Callable[[], Iterable[Any]]] = {
     "objects of their own": lambda: in_one(Kept(), copies=True),
     "dicts of their own": lambda: in_one({"all": torch.ones(3)}, copies=True),
     "one object": lambda: [Kept(torch.tensor([1, 0]))] * 4,
+    "a mask of all": lambda: (lambda mask: [(torch.tensor([i, 0]), mask, math.nan) for i in range(4)])(torch.ones(2)),
+    "an iterator's own memory": lambda: Counted(),
     "one array": lambda: [np.array([1, 0])] * 4,
     "two objects by turns": lambda: [Kept(torch.tensor([1, 0])), Kept(torch.tensor([2, 0]))] * 3,
     "new objects of one memory": lambda: (lambda memory: [Kept(memory) for _ in range(4)])(torch.tensor([1, 0])),
@@ -678,6 +698,45 @@ def test_whatever_is_written_over_is_refused(kind: str, options: dict[str, Any])
     """Whatever kind of object it is, whatever lookup makes of it, and alike as the first ones may be."""
     with pytest.raises(AssertionError, match="was overwritten before its turn"):
         trained_by(WRITTEN_OVER[kind], options, changes=False)
+
+
+def beside(memory: Any, give: Callable[[Any, Any], Any]) -> Iterator[Any]:
+    """Batches with ids of their own, whose labels lie in one memory."""
+    for number in [1, 1, 2, 3]:
+        memory[0] = number
+        yield give(torch.tensor([number, 0]), memory)
+
+
+@dataclasses.dataclass
+class Labelled:
+    ids: Any
+    labels: Any
+
+
+LABELS_WRITTEN_OVER: dict[str, tuple[Callable[[], Iterable[Any]], str]] = {
+    "a tensor": (lambda: beside(torch.zeros(2), lambda ids, labels: (ids, labels)), r"batch\[1\]"),
+    "numpy's": (lambda: beside(np.zeros(2), lambda ids, labels: {"ids": ids, "y": labels}), r"batch\['y'\]"),
+    "numpy's as a tensor": (
+        lambda: beside(np.zeros(2), lambda ids, labels: (ids, {"y": torch.from_numpy(labels)[::1]})),
+        r"batch\[1\]\['y'\]",
+    ),
+    "a list": (lambda: beside([0, 0], lambda ids, labels: Labelled(ids, labels)), r"batch.labels\[0\]"),
+    "an object's": (lambda: beside(torch.zeros(2).half(), Labelled), r"batch.labels"),
+    "a dict": (lambda: beside({}, lambda ids, labels: (ids, labels)), r"batch\[1\]\[0\]"),
+    "the end of much": (
+        lambda: beside(np.zeros(99_999)[::-1], lambda ids, labels: (ids, labels[::-1])),
+        r"batch\[1\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LABELS_WRITTEN_OVER)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.pairs
+def test_what_a_batch_has_beside_its_ids_may_not_be_written_over_either(kind: str, options: dict[str, Any]) -> None:
+    data, part = LABELS_WRITTEN_OVER[kind]
+    with pytest.raises(AssertionError, match=f"(?s)was overwritten before its turn.*{part}"):
+        trained_by(data, options, changes=False)
 
 
 @pytest.mark.parametrize("kind", ONLY_THE_LOOPS)

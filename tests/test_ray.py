@@ -456,6 +456,7 @@ def test_a_job_is_looked_at_like_any_other(
 
 
 @on_ray
+@pytest.mark.slow  # a part of them in CI
 @pytest.mark.parametrize("how", ["kill", "end"])
 def test_who_is_killed_comes_back(cluster: Any, patient: None, tmp_path: Path, how: str) -> None:
     """Or ends by a SIGTERM, as all do on a node that Ray gives back."""
@@ -470,6 +471,7 @@ def test_who_is_killed_comes_back(cluster: Any, patient: None, tmp_path: Path, h
 
 
 @on_ray
+@pytest.mark.slow  # a part of them in CI
 def test_a_server_whose_port_is_taken_follows_its_journal(
     cluster: Any, patient: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -296,7 +296,7 @@ def test_jobs_one_after_the_other_in_one_directory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ends_soon", [False, True])
 @pytest.mark.parametrize("then", [[0, 1, 2], [1, 2], [2]], ids=["one more", "one for another", "one for two"])
-@pytest.mark.pairs(4)
+@pytest.mark.pairs(1)
 def test_a_job_that_has_moved_is_replayed_from_there_on(
     tmp_path: Path,
     then: list[int],
@@ -353,11 +353,13 @@ def replays_as_it_ended(
     assert apart <= others, "a server counts its updates, and a checkpoint the steps of a worker"
 
 
+@pytest.mark.pairs(2)
 @pytest.mark.parametrize("mode", FREE)
 def test_modes_without_rounds(tmp_path: Path, mode: str) -> None:
     replays_as_it_ended(counts(FREE[mode], torch.optim.Adagrad, 6), tmp_path, "--server", "0")
 
 
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("mode", REMEMBERING)
 def test_modes_that_remember_what_workers_were_given(tmp_path: Path, mode: str) -> None:
     replays_as_it_ended(in_turns(REMEMBERING[mode], 4), tmp_path, "--server", "0")

@@ -212,7 +212,7 @@ MOVES = {"2 to 4": ([0, 1], [0, 1, 2, 3]), "3 to 1": ([0, 1, 2], [1]), "1 to 2 o
 
 @pytest.mark.parametrize("optimizers", OPTIMIZERS)
 @pytest.mark.parametrize("move", MOVES)
-@pytest.mark.pairs
+@pytest.mark.pairs(1)
 def test_a_job_ends_where_it_ends_without_a_move(optimizers: str, move: str) -> None:
     first, then = MOVES[move]
     job = Resized(training(optimizers, names(then)), first, then)
@@ -230,6 +230,7 @@ def undisturbed_among_workers() -> Any:
     return Job(training("adam", None, strategy=among_workers), 2, 2).run()
 
 
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("move", MOVES)
 def test_a_job_whose_workers_have_the_dense_parameters_ends_there_too(move: str) -> None:
     first, then = MOVES[move]
@@ -257,6 +258,7 @@ class Gone(Exception):
     pass
 
 
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("what", ["goes on", "dies", "waits elsewhere"])
 def test_a_worker_goes_over_while_it_waits_for_an_average(what: str) -> None:
     """It asks no server for anything then; what becomes of the others is known to the new ones."""
@@ -447,7 +449,7 @@ def test_all_workers_may_ask_for_the_same_move() -> None:
 
 @pytest.mark.parametrize("kind", ["where", "halt", "stage", "fill", "export", "switch", "hello"])
 @pytest.mark.parametrize("action", [Action.DROP_REQUEST, Action.DROP_REPLY, Action.DUPLICATE])
-@pytest.mark.pairs(4)
+@pytest.mark.pairs(2)
 def test_no_message_of_a_move_has_to_arrive_the_first_time(action: Action, kind: str) -> None:
     network = FaultyNetwork(LoopbackNetwork(), Fault(action, kind=kind, skip=1))
     got = Resized(training("adagrad", names([1, 2])), [0, 1], [1, 2], network=network).run()
@@ -476,6 +478,7 @@ def asking(then: list[str], refusal: type[Exception], match: str | None = None) 
     return body
 
 
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize(("kind", "skip"), [("stage", 0), ("fill", 0), ("fill", 2)])
 def test_a_new_server_that_dies_before_the_decision_leaves_the_job_as_it_was(kind: str, skip: int) -> None:
     lost = Endpoint.parse("server2:1")
@@ -678,6 +681,7 @@ def test_a_new_server_that_is_killed_at_any_message_leaves_no_half_of_a_move(aft
     assert number > 5
 
 
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize(("number", "after"), [(6, False), (29, False), (30, True)])
 def test_a_mover_that_is_killed_leaves_no_half_of_a_move(number: int, after: bool) -> None:
     results, struck = resumed_after(number, after=after)
@@ -1093,7 +1097,7 @@ def undisturbed_in_order(what: str) -> Any:
 
 @pytest.mark.parametrize("move", MOVES)
 @pytest.mark.parametrize("what", REMEMBERED)
-@pytest.mark.pairs
+@pytest.mark.pairs(1)
 def test_what_servers_remember_of_workers_moves_to_the_bit(what: str, move: str) -> None:
     first, then = MOVES[move]
     got, expected = Resized(one_after_the_other(what, names(then)), first, then).run(), undisturbed_in_order(what)
@@ -1356,7 +1360,7 @@ def test_a_worker_that_has_not_heard_of_a_move_may_leave(mode: str, servers: lis
     [[[0], [0, 1], [0]], [[0, 1], [1, 0], [0, 1]], [[0, 1], [1, 2], [2, 3, 4]], [[0, 1], [2, 0], [3, 2], [4]]],
     ids=["back", "back as two", "never all at once", "one after the other"],
 )
-@pytest.mark.pairs(4)
+@pytest.mark.pairs(2)
 def test_a_worker_that_computes_while_a_job_moves_more_than_once_goes_along(
     lists: list[list[int]], mode: str | None
 ) -> None:
@@ -1630,6 +1634,7 @@ def test_parameters_that_join_are_no_reason_to_wait() -> None:
     assert has_tried.is_set()
 
 
+@pytest.mark.pairs(2)
 @pytest.mark.parametrize("mode", ["async", "half_async"])
 @pytest.mark.parametrize("asks", [False, True], ids=["in a call", "from outside"])
 def test_workers_join_and_leave_around_a_move(mode: str, asks: bool) -> None:
@@ -1671,7 +1676,7 @@ def test_workers_join_and_leave_around_a_move(mode: str, asks: bool) -> None:
 
 @pytest.mark.parametrize("strategy", [None, *MODES])
 @pytest.mark.parametrize("move", [*MOVES, "one for another", "an outage"])
-@pytest.mark.pairs(3)
+@pytest.mark.pairs(1)
 def test_who_follows_a_job_goes_over_with_it(strategy: str | None, move: str) -> None:
     first, then = {"one for another": ([0, 1], [2, 1]), "an outage": ([0, 1], [1, 2])}.get(move) or MOVES[move]
     begun, gone_over = threading.Event(), threading.Event()
@@ -1756,7 +1761,7 @@ def moved_durably(
 
 @pytest.mark.parametrize("mode", [None, *ALL_MODES])
 @pytest.mark.parametrize("journal_bytes", [2000, 1 << 30], ids=["snapshots", "no snapshots"])
-@pytest.mark.pairs(3)
+@pytest.mark.pairs(1)
 def test_durable_servers_give_their_job_to_others(tmp_path: Path, mode: str | None, journal_bytes: int) -> None:
     moved_durably(tmp_path, lambda *_: None, mode, journal_bytes)
 
@@ -1800,7 +1805,7 @@ def test_servers_that_a_job_has_moved_to_keep_it(tmp_path: Path, journal_bytes: 
 
 @pytest.mark.parametrize("is_durable", [False, True])
 @pytest.mark.parametrize("lists", [[[0, 2], [0]], [[0], [0, 2]], [[0, 2], [0, 2, 3]]])
-@pytest.mark.pairs
+@pytest.mark.pairs(1)
 def test_a_job_moves_again_and_again(lists: list[list[int]], is_durable: bool, tmp_path: Path) -> None:
     """Whichever worker is the one that moves it."""
 

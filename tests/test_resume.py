@@ -194,7 +194,7 @@ def alone(root: Path, steps: int = STEPS, die_at: int | None = None) -> tuple[in
 MOMENTS = {"before the first checkpoint": (2, 0), "between two": (5, 3), "in the midst of one": (None, 3)}
 
 
-@pytest.mark.pairs
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("durable", [False, True], ids=["not durable", "durable"])
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("numbers", [(2, 2), (1, 3)], ids=["the same numbers", "others"])

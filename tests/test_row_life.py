@@ -154,7 +154,7 @@ RULES: dict[str, tuple[Any, list[Any]]] = {
 }
 
 
-@pytest.mark.pairs
+@pytest.mark.pairs(2)
 @pytest.mark.parametrize("rules", RULES)
 @pytest.mark.parametrize(("workers", "servers"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 def test_rows_come_and_leave_as_the_rules_say(rules: str, workers: int, servers: int) -> None:
@@ -185,7 +185,7 @@ MODES = {
 }
 
 
-@pytest.mark.pairs
+@pytest.mark.pairs(2)
 @pytest.mark.parametrize("servers", [1, 2])
 @pytest.mark.parametrize("mode", MODES)
 def test_one_worker_has_the_same_rows_in_every_mode(mode: str, servers: int) -> None:
@@ -202,6 +202,7 @@ def test_one_worker_has_the_same_rows_in_every_mode(mode: str, servers: int) -> 
     torch.testing.assert_close(seen, model.seen())
 
 
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("mode", ["async", "half-async", "ssp"])
 def test_workers_without_rounds_keep_a_table_within_its_bound(mode: str) -> None:
     def body(fleet_: Fleet, worker: int) -> Any:

@@ -560,6 +560,7 @@ def test_servers_agree_on_the_rows_that_stay(workers: int, servers: Servers) -> 
     assert servers.reads_early == 0
 
 
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("mode", ["async", "half-async", "ssp"])
 def test_where_nobody_waits_a_worker_agrees_when_it_hears_of_it(mode: str, servers: Servers) -> None:
     strategies = {
@@ -577,6 +578,7 @@ def test_where_nobody_waits_a_worker_agrees_when_it_hears_of_it(mode: str, serve
     assert servers.rows() == {*expected(1)}
 
 
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("callers", [(0,), (1,), (0, 1)])
 def test_shrink_is_done_once_by_whoever_calls_it(callers: tuple[int, ...], servers: Servers) -> None:
     def body(fleet_: Fleet, index: int) -> None:

@@ -345,7 +345,7 @@ TABLES: dict[str, tuple[Callable[[], torch.nn.Module], tuple[torch.Tensor, ...]]
 }
 
 
-@pytest.mark.pairs(4)
+@pytest.mark.pairs(2)
 @pytest.mark.parametrize("train", [True, False], ids=["trained", "never trained"])
 @pytest.mark.parametrize(("make", "inputs"), TABLES.values(), ids=TABLES)
 def test_an_example_of_one_sample_is_enough(tmp_path: Path, make: Any, inputs: Any, train: bool) -> None:
@@ -576,6 +576,7 @@ def test_the_tensors_are_those_of_the_job(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------- by one, by all
 
 
+@pytest.mark.pairs(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_one_worker_saves_or_all_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     """Where all ask at once one writes, and the others return when it is there. In every mode any worker may."""

@@ -279,7 +279,7 @@ def test_what_was_found_stays_mended(found: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-@pytest.mark.pairs(3)
+@pytest.mark.pairs(1)
 def test_a_seed(seed: int, tmp_path: Path) -> None:
     wrong = wrong_with(drawn(seed), tmp_path)
     assert not wrong, wrong
@@ -306,6 +306,7 @@ def test_a_job_in_which_nothing_goes_wrong(tmp_path: Path) -> None:
     assert outcome.told.done == {(worker, step) for worker in range(3) for step in range(5)}
 
 
+@pytest.mark.pairs(2)
 @pytest.mark.parametrize("mode", AVERAGING)
 def test_workers_average(mode: str, tmp_path: Path) -> None:
     """They meet in each step, and end with the same values of what they keep themselves."""
@@ -315,6 +316,7 @@ def test_workers_average(mode: str, tmp_path: Path) -> None:
     assert sum(message.what.startswith("all_reduce") for message in outcome.messages) >= 5 * 3 * 2
 
 
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("mode", ELASTIC)
 def test_workers_join_and_leave(mode: str, tmp_path: Path) -> None:
     """They begin when they are to, train, and are gone when the others are not."""
@@ -352,6 +354,7 @@ def test_steps_that_one_server_goes_on_without_are_not_taken_again(tmp_path: Pat
     assert all(begin == done > 0 for _, begin, done in begins)
 
 
+@pytest.mark.pairs(3)
 @pytest.mark.parametrize("kind", [LOST, UNANSWERED, TWICE, KILL, PAUSE, CUT, POWER])
 def test_faults_come_to_pass(kind: str, tmp_path: Path) -> None:
     """At the moment that is told, to whom it is told; and a durable job goes on."""
@@ -481,7 +484,7 @@ ON_PURPOSE = {
 
 
 @pytest.mark.parametrize("fault", on_purpose.FAULTS)
-@pytest.mark.pairs(3)
+@pytest.mark.pairs(1)
 def test_a_fault_that_is_put_in_on_purpose_is_found(fault: str, tmp_path: Path) -> None:
     """With it something is wrong, and without it nothing is."""
     scenario = ON_PURPOSE[fault]

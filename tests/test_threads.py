@@ -155,7 +155,7 @@ DEEDS: dict[str, Callable[[Fleet, Net, Path], None]] = {
 }
 
 
-@pytest.mark.pairs(3)
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("deed", DEEDS)
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "dc-asgd"])
 def test_no_step_is_lost_and_none_counts_twice(strategy: str, deed: str, tmp_path: Path) -> None:
@@ -279,6 +279,7 @@ def test_values_loaded_by_another_thread_come_with_the_next_step(tmp_path: Path)
     assert second == [8.0, 4.0]
 
 
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("strategy", ["sync", "async", "geo"])
 def test_two_threads_that_both_train(strategy: str) -> None:
     """Each of their steps is one of the worker's, and no gradient of a row is lost between them."""

@@ -99,7 +99,7 @@ def changed_amid(cls: Any, rows: bool, option: str, value: Any, there: bool) -> 
 
 @pytest.mark.parametrize("rows", [False, True], ids=["dense", "rows"])
 @pytest.mark.parametrize("name", sorted(RULES))
-@pytest.mark.pairs(5)
+@pytest.mark.pairs(2)
 def test_an_option_that_changes_takes_effect_or_is_refused(name: str, rows: bool) -> None:
     """What torch fails at is refused before anything changes, and the job goes on without it."""
     rule = RULES[name]

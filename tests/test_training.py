@@ -880,7 +880,7 @@ def test_an_interruption_anywhere_in_init_worker_lets_it_be_called_again(apart: 
         pytest.param(5, 17, "", signal.SIGCHLD, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.pairs
+@pytest.mark.pairs(1)
 @pytest.mark.usefixtures("_handled")
 def test_an_interruption_anywhere_in_a_step_counts_it_once(
     strategy: str, first: int, apart: int, within: str, number: int

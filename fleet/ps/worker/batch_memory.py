@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
@@ -21,6 +21,9 @@ NONE: Any = object()
 
 #: So many parts of a batch are looked at, and of one list: memory that is used again shows in the first ones.
 _MOST_PARTS, _MOST_OF_A_LIST = 256, 64
+#: What an iterator does with memory shows in its first reads: so many, and more where more batches wait. Then all of a
+#: batch is looked at, of each part so many numbers at its beginning and at its end; later its ids are.
+_WATCHED, _SAMPLE = 16, 4096
 #: Python has one object for all that are equal.
 _PLAIN = (type(None), bool, int, float, str, bytes)
 
@@ -35,6 +38,8 @@ class _Waiting(Generic[Batch]):
     ids: Sequence[torch.Tensor] | None
     memory: dict[int, Any]
     versions: int = 0
+    #: what it looked like before the next one was asked for; None where that was not looked at
+    looks: dict[str, Any] | None = None
     #: it is another one too, or lies in the memory of another, so the loop may have changed it with that one
     is_shared: bool = False
 
@@ -46,12 +51,15 @@ class BatchesAhead(Generic[Batch]):
     def __init__(self, lookup: Callable[[Batch], Sequence[Wanted]]) -> None:
         self._lookup = lookup
         self._waiting = deque[_Waiting[Batch]]()
+        self._reads = 0
 
     def add(self, batch: Batch, wanted: Sequence[Wanted]) -> None:
         """Note the batch that was read."""
         memory = _memory(batch, wanted)
         is_shared = any(_meet(each, batch, memory) for each in self._waiting)
-        self._waiting.append(_Waiting(batch, [each.handle.name for each in wanted], _ids(wanted), memory, 0, is_shared))
+        names = [each.handle.name for each in wanted]
+        self._waiting.append(_Waiting(batch, names, _ids(wanted), memory, is_shared=is_shared))
+        self._reads += 1
 
     def take(self) -> None:
         """Note that the first one is the loop's now, which may do with it what it likes."""
@@ -59,8 +67,10 @@ class BatchesAhead(Generic[Batch]):
 
     def look(self) -> None:
         """Note how they are before the next one is asked for."""
+        is_watched = self._reads <= max(_WATCHED, 2 * len(self._waiting))
         for each in self._waiting:
             each.versions = _versions(each.memory)
+            each.looks = _looks(each.batch) if is_watched else None
             if each.is_shared:
                 try:
                     each.ids = _ids(self._lookup(each.batch))
@@ -69,26 +79,32 @@ class BatchesAhead(Generic[Batch]):
 
     def check(self, batch: Batch, wanted: Sequence[Wanted]) -> None:
         """Refuse an iterator that has just written over one of them, as some do that fill one buffer again and again.
-        Looks at those alone for which there is a sign of it."""
+        Later than in its first reads, looks at those alone for which there is a sign of it."""
         memory = _memory(batch, wanted)
         for each in self._waiting:
             shares = _meet(each, batch, memory)
-            if not (shares or each.is_shared or _versions(each.memory) != each.versions) or each.ids is None:
-                continue
-            try:
-                now = self._lookup(each.batch)
-            except Exception as error:
-                raise _overwritten(each.names[:1]) from error
-            same = [_are_same(new.ids, old) for new, old in zip(now, each.ids, strict=False)]
-            if len(now) != len(each.ids) or not all(same):
-                raise _overwritten([name for name, is_same in zip(each.names, same, strict=False) if not is_same])
-            each.is_shared |= shares
+            if (shares or each.is_shared or _versions(each.memory) != each.versions) and each.ids is not None:
+                self._check_ids(each.names, each.ids, each.batch)
+                each.is_shared |= shares
+            if each.looks is not None and (now := _looks(each.batch)) != each.looks:
+                changed = [name for name, look in {**now, **each.looks}.items() if now.get(name, NONE) != look]
+                raise _overwritten(f"batch{min(changed, default='')}")
+
+    def _check_ids(self, names: Sequence[str], ids: Sequence[torch.Tensor], batch: Batch) -> None:
+        try:
+            now = self._lookup(batch)
+        except Exception as error:
+            raise _overwritten(f"ids of {names[0]!r}" if names else "batch") from error
+        same = [_are_same(new.ids, old) for new, old in zip(now, ids, strict=False)]
+        if len(now) != len(ids) or not all(same):
+            changed = [name for name, is_same in zip(names, same, strict=False) if not is_same]
+            raise _overwritten(f"ids of {changed[0]!r}" if changed else "batch")
 
 
-def _overwritten(names: Sequence[str]) -> ConfigurationError:
+def _overwritten(what: str) -> ConfigurationError:
     return ConfigurationError(
         "a batch was overwritten before its turn, when the next one was read ahead",
-        where="".join(["prefetch()", *(f", ids of {name!r}" for name in names[:1])]),
+        where=f"prefetch(), {what}",
         expected="batches that stay as they are until the loop has them",
         got="another batch in the same object, or in the same memory",
         todo="Let the iterator make each batch anew, or give prefetch() copies: "
@@ -127,10 +143,49 @@ def _memory(batch: object, wanted: Sequence[Wanted]) -> dict[int, Any]:
             parts.extend(islice(dict.values(part), _MOST_PARTS))
         elif isinstance(part, list | tuple):
             parts.extend(islice(part, _MOST_OF_A_LIST))
-        elif not isinstance(part, type):
-            slots = (getattr(part, name, None) for name in getattr(type(part), "__slots__", ()))
-            parts.extend([*getattr(part, "__dict__", {}).values(), *slots])
+        else:
+            parts.extend(value for _, value in _attributes(part))
     return found
+
+
+def _looks(batch: object) -> dict[str, Any]:
+    """Return what the parts of a batch look like, by where they are in it: of containers and what they hold, and of an
+    object its tensors and arrays."""
+    found: dict[str, Any] = {}
+    parts = deque[tuple[str, Any]]([("", batch)])
+    while parts and len(found) < _MOST_PARTS:
+        at, part = parts.popleft()
+        if isinstance(part, torch.Tensor):
+            found[at] = _sample(part)
+        elif isinstance(part, np.ndarray):
+            found[at] = (part.shape, part.flat[:_SAMPLE].tobytes(), part.flat[-_SAMPLE:].tobytes())
+        elif isinstance(part, _PLAIN):
+            found[at] = part
+        elif isinstance(part, dict):
+            parts.extend((f"{at}[{key!r}]", each) for key, each in islice(dict.items(part), _MOST_PARTS))
+        elif isinstance(part, list | tuple):
+            parts.extend((f"{at}[{index}]", each) for index, each in enumerate(islice(part, _MOST_OF_A_LIST)))
+        elif is_dataclass(part):
+            parts.extend((f"{at}.{name}", each) for name, each in _attributes(part))
+        elif part is batch:  # what else it holds may be its iterator's own
+            both = (torch.Tensor, np.ndarray)
+            parts.extend((f"{at}.{name}", each) for name, each in _attributes(part) if isinstance(each, both))
+    return found
+
+
+def _attributes(part: object) -> list[tuple[str, Any]]:
+    if isinstance(part, type):
+        return []
+    slots = [(name, getattr(part, name, None)) for name in getattr(type(part), "__slots__", ())]
+    return [*getattr(part, "__dict__", {}).items(), *slots]
+
+
+def _sample(tensor: torch.Tensor) -> Any:
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.device.type != "cpu":
+        return id(tensor), _versions({0: tensor})
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    ends = [part.view(torch.uint8).numpy().tobytes() for part in (flat[:_SAMPLE], flat[-_SAMPLE:])]
+    return (tensor.shape, *ends)
 
 
 def _versions(memory: dict[int, Any]) -> int:
