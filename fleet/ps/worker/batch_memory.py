@@ -184,7 +184,7 @@ def _sample(tensor: torch.Tensor) -> Any:
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.device.type != "cpu":
         return id(tensor), _versions({0: tensor})
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
-    ends = [part.view(torch.uint8).numpy().tobytes() for part in (flat[:_SAMPLE], flat[-_SAMPLE:])]
+    ends = [part.contiguous().view(torch.uint8).numpy().tobytes() for part in (flat[:_SAMPLE], flat[-_SAMPLE:])]
     return (tensor.shape, *ends)
 
 
