@@ -722,7 +722,7 @@ LABELS_WRITTEN_OVER: dict[str, tuple[Callable[[], Iterable[Any]], str]] = {
     ),
     "a list": (lambda: beside([0, 0], lambda ids, labels: Labelled(ids, labels)), r"batch.labels\[0\]"),
     "an object's": (lambda: beside(torch.zeros(2).half(), Labelled), r"batch.labels"),
-    "a column": (lambda: beside(torch.zeros(2, 2), lambda ids, labels: (ids, labels[:, 1])), r"batch\\[1\\]"),
+    "a column": (lambda: beside(torch.zeros(2, 2), lambda ids, labels: (ids, labels[:, 1])), r"batch\[1\]"),
     "a dict": (lambda: beside({}, lambda ids, labels: (ids, labels)), r"batch\[1\]\[0\]"),
     "the end of much": (
         lambda: beside(np.zeros(99_999)[::-1], lambda ids, labels: (ids, labels[::-1])),

@@ -251,6 +251,13 @@ FOUND = {
         Setting("ssp", 2, 1, 9, durable="always", sync_s=0.01, follower=True),
         (Fault(106, POWER, "server0", 0.06),),
     ),
+    # A worker was given initial values before its server had them on the disk, which lost its power.
+    "values that were given before they were kept": Scenario(
+        3620550,
+        Setting("sync", 2, 1, 1, "Adam", durable="always", journal_bytes=2000, sync_s=0.01),
+        (Fault(24, POWER, "server0", 0.07),),
+        0.1,
+    ),
     # Steps that were merged and not sent yet were dropped when their worker went over to other servers.
     "merged steps of a job that moves": Scenario(1, Setting("half_async", 3, 1, 12, moves_at=4, moves_to=2)),
     # A worker told a server, which had lost them with its power, of another one's pushes: that was called wrong.

@@ -235,6 +235,7 @@ class Initialization:
         if not arrival.request.ready.anew and self._comes_early(job, self.ready, arrival):
             return
         job.held()
+        job.times_brought += 1
         ready = arrival.request.ready
         if ready.anew:
             self._replacement.take_over(job, ready.attempt, arrival.outbox)

@@ -217,6 +217,10 @@ class Job:
     #: what this server holds, once worker 0 has said hello or a checkpoint is read; and whether it has its values
     shard: Shard | None = None
     initialized: bool = False
+    #: how often workers brought all values, and of how many of these times nothing can be lost any more: who has seen
+    #: values takes them for granted
+    times_brought: int = 0
+    times_kept: int = 0
     #: the checkpoint that the job began with, if it did
     began: Origin = NOTHING
     #: the checkpoint that it began with, or went on from since, unless other values have replaced those

@@ -310,7 +310,8 @@ class Service:
     @property
     def _reads_are_secure(self) -> bool:
         """Say whether replies to questions wait until what was asked for before is safe."""
-        return self.job is not None and self.job.policy.remembers_reads
+        job = self.job
+        return job is not None and (job.policy.remembers_reads or job.times_kept < job.times_brought)
 
     def _send(self, outbox: Outbox, *, secure: bool = True, surely: bool = False) -> None:
         """Let replies leave. ``secure`` ones wait until what they acknowledge is as safe as it has to be. Replies to
@@ -318,9 +319,13 @@ class Service:
         """
         while self._late:
             outbox.append(self._late.popleft())
-        durability = self.durability
-        is_kept = durability is not None and (secure or surely) and bool(outbox)
-        failure = durability.secure(surely=surely) if durability is not None and is_kept else None
+        durability, job = self.durability, self.job
+        failure = None
+        if durability is not None and (secure or surely) and outbox:
+            brought = 0 if job is None else job.times_brought
+            failure = durability.secure(surely=surely)
+            if job is not None and failure is None:
+                job.times_kept = max(job.times_kept, brought)
         for respond, frame in outbox:
             respond(frame if failure is None else error_reply(failure))
         if not (self.end.over and self._is_followed_to_the_end):
