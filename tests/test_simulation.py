@@ -258,6 +258,44 @@ FOUND = {
         (Fault(24, POWER, "server0", 0.07),),
         0.1,
     ),
+    # The job moved while a worker looked for the rows that leave after its push, which it made once more.
+    "rows that leave as the job moves": Scenario(
+        5000261,
+        Setting(
+            "async",
+            1,
+            2,
+            18,
+            durable="os",
+            journal_bytes=10000,
+            moves_at=17,
+            moves_to=3,
+            joins=1,
+            joins_at=8,
+            life="often",
+        ),
+    ),
+    # A worker saved a checkpoint when another one had announced parameters that join after that step: it had these too.
+    "parameters that join as a checkpoint is saved": Scenario(
+        5000010, Setting("sync", 2, 1, 6, durable="interval", sync_s=0.1, checkpoint_every=5, grows_at=5)
+    ),
+    # A server that awaits which rows leave had nothing for a model that follows, which took that for all there is.
+    "rows that leave as a model begins to follow": Scenario(
+        5000748,
+        Setting(
+            "dc_asgd",
+            2,
+            3,
+            7,
+            "Adam",
+            durable="os",
+            journal_bytes=10000,
+            checkpoint_every=2,
+            follower=True,
+            life="weight",
+        ),
+        (Fault(39, LOST), Fault(101, TWICE), Fault(249, TWICE)),
+    ),
     # Steps that were merged and not sent yet were dropped when their worker went over to other servers.
     "merged steps of a job that moves": Scenario(1, Setting("half_async", 3, 1, 12, moves_at=4, moves_to=2)),
     # A worker told a server, which had lost them with its power, of another one's pushes: that was called wrong.

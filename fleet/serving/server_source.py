@@ -307,11 +307,14 @@ class ServerSource:
         return None
 
     def _asked_each(self) -> dict[int, Frame]:
-        """Ask each server for what it has."""
+        """Ask each server for what it has. One that awaits which rows leave has nothing for now; a first version needs
+        something of all."""
         asked_at = self._clock.now()
         replies = self._granted({server: pb.Changes() for server in self._living})
         if not any(reply.message.granted for reply in replies.values()):
             self._heard_at = asked_at
+        if self._progress.is_whole and not all(reply.message.granted for reply in replies.values()):
+            return {}
         return replies
 
     def _asked_together(self) -> dict[int, Frame]:

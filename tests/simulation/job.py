@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -60,6 +61,21 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {
 }
 
 
+#: What rows come and leave by, and after how many steps of a table; a script lets them leave after as many others.
+LIVES: dict[str, dict[str, Any]] = {
+    "count": {"admit": fleet.nn.CountFilter(2)},
+    "weight": {
+        "admit": fleet.nn.CountFilter(1.5, of="weight"),
+        "evict": fleet.nn.MaxRows(9, by="weight"),
+    },
+    "chance": {"admit": fleet.nn.Probability(0.6)},
+    "unused": {"evict": fleet.nn.Unused(steps=4)},
+    "recent": {"evict": fleet.nn.MaxRows(7)},
+    "often": {"evict": [fleet.nn.MaxRows(7, by="often"), fleet.nn.SmallNorm(0.1)]},
+    "several": {"admit": fleet.nn.CountFilter(2), "evict": [fleet.nn.Unused(steps=9), fleet.nn.MaxRows(5)]},
+}
+_ROWS_LEAVE_EVERY, _SHRINKS_EVERY = 3, 5
+
 #: Under these names an end has the steps as its worker has them, where that is not as the servers do; which rows of the
 #: table that all share it holds, and what it takes the servers to have of them.
 HERE, HELD, AGREED = "steps, here", "rows held", "rows agreed on"
@@ -74,13 +90,29 @@ class Model(torch.nn.Module):
         super().__init__()
         self.steps = torch.nn.Parameter(torch.zeros(setting.all_workers, setting.steps))
         self.rows = fleet.nn.Embedding(None, 1, initializer="zeros")
-        self.shared = torch.nn.Embedding(40, 4, sparse=True)
+        if setting.life:
+            self.shared = fleet.nn.Embedding(None, 4, **LIVES[setting.life])
+        else:
+            self.shared = torch.nn.Embedding(40, 4, sparse=True)
         self.head = torch.nn.Linear(4, 1)
+        self._has_weights = setting.life == "weight"
+        self._has_grown = False
+
+    def grow(self) -> list[torch.nn.Parameter]:
+        """Return parameters that take part from now on."""
+        torch.manual_seed(2)
+        self.late_rows, self.late_head = torch.nn.Embedding(40, 4, sparse=True), torch.nn.Linear(4, 1)
+        self._has_grown = True
+        return [*self.late_rows.parameters(), *self.late_head.parameters()]
 
     def loss(self, worker: int, step: int) -> torch.Tensor:
         noted = self.steps[worker, step] + self.rows(torch.tensor([place(worker, step)])).sum()
         ids = torch.tensor([step % 7, 10 + (worker * 3 + step) % 30])
-        return noted + (self.head(self.shared(ids)).tanh() - 0.5).square().mean()
+        weights = {"weights": torch.tensor([0.5, 1.0])} if self._has_weights else {}
+        computed = self.head(self.shared(ids, **weights))
+        if self._has_grown:
+            computed = computed + self.late_head(self.late_rows(ids))
+        return noted + (computed.tanh() - 0.5).square().mean()
 
 
 def place(worker: int, step: int) -> int:
@@ -240,6 +272,7 @@ class Simulation:
             # A server to which the job may move waits for that.
             "FLEET_STARTUP_DEADLINE_S": f"{kinds.DEADLINE_S * (10 if setting.moves_at else 1)}",
             "FLAGS_rpc_retry_times": "1000000",
+            "FLEET_EVICT_EVERY": f"{_ROWS_LEAVE_EVERY}",
         }
         if setting.durable or setting.rows_in_memory:
             for life in self.lives.values():
@@ -286,9 +319,11 @@ class Simulation:
             torch.manual_seed(1)
             model = Model(setting)
             kind = getattr(torch.optim, setting.optimizer)
-            options = {"elastic": True} if setting.joins else {}
+            options: dict[str, Any] = {"elastic": True} if setting.joins else {}
             if setting.dense != "servers":
                 options["dense"] = setting.dense
+            if setting.clip:
+                options["max_grad_norm"] = setting.clip
             strategy = STRATEGIES[setting.mode](**options)
             optimizer = here.distributed_optimizer(kind(model.parameters(), lr=0.5), strategy, model=model)
             here.init_worker()
@@ -297,7 +332,13 @@ class Simulation:
                 begin = here.resume_step()
                 told.begins.append((worker, begin, sum(each == worker for each, _ in told.done)))
             saving = self._checkpoints(here)
+            if 0 < setting.grows_at < begin:  # it was killed later than that
+                optimizer.add_param_group({"params": model.grow()})
             for step in range(begin, setting.steps):
+                if step == setting.grows_at > 0:
+                    optimizer.add_param_group({"params": model.grow()})
+                if setting.life and step and step % _SHRINKS_EVERY == 0:
+                    here.shrink()
                 if worker == 0 and step == setting.moves_at > 0:
                     self._move(here)
                 told.begun.add((worker, step))
@@ -469,9 +510,10 @@ class Simulation:
         for checkpoint in complete(root):  # the latest first, with what they go on from
             if checkpoint.where not in verified:
                 verified |= {each.where for each in checkpoint.lineage()}
-                self.told.damaged += [
-                    f"{found.where}: {found.what}" for found in verify(checkpoint.where) if isinstance(found, Problem)
-                ]
+                problems = [found for found in verify(checkpoint.where) if isinstance(found, Problem)]
+                self.told.damaged += [f"{found.where}: {found.what}" for found in problems]
+                if problems:
+                    continue
             (steps,) = parameters(checkpoint, {"steps"})
             table = next(each for each in checkpoint.manifest.spec.tables if each.name == "rows.weight")
             rows = Rows(checkpoint, table)

@@ -35,6 +35,8 @@ AVERAGING = ("sync", "async", "half_async", "ssp")
 ALL_REDUCE = "all_reduce"
 #: In these workers may join a running job, and leave it.
 ELASTIC = ("async", "half_async", "gba")
+#: What rows of a table come and leave by: see job.py.
+LIVES = ("count", "weight", "chance", "unused", "recent", "often", "several")
 
 
 @dataclass(frozen=True, order=True)
@@ -83,6 +85,12 @@ class Setting:
     rows_in_memory: int = 0
     #: where dense parameters are: with "all_reduce" on the workers, which average their gradients
     dense: str = "servers"
+    #: what rows of one table come and leave by; all of them stay if ""
+    life: str = ""
+    #: the largest norm of a gradient that is applied; any if 0
+    clip: float = 0.0
+    #: before which step further parameters join the job; never if 0
+    grows_at: int = 0
 
     @property
     def all_workers(self) -> int:
@@ -161,7 +169,20 @@ def drawn(seed: int, *, share: float = 0.05) -> Scenario:
     if setting.rows_in_memory and draw_more.random() < 0.1:
         whom = f"server{draw_more.randrange(max(setting.servers, setting.moves_to))}"
         faults = tuple(sorted((*faults, Fault(draw_more.randrange(moments_of(setting)), ROWS, whom))))
+    setting = _draw_script(setting, random.Random(f"script {seed}"))
     return Scenario(seed, setting, faults, draw.choice((0.0, 0.01, 0.1)))
+
+
+def _draw_script(setting: Setting, draw: random.Random) -> Setting:
+    """Let a job do what its mode allows beside its steps."""
+    if setting.mode != "geo" and draw.random() < 0.3:
+        setting = replace(setting, life=draw.choice(LIVES))
+    if setting.mode == "sync" and setting.dense != ALL_REDUCE:
+        if draw.random() < 0.2:
+            setting = replace(setting, clip=0.5)
+        if not setting.follower and draw.random() < 0.2:
+            setting = replace(setting, grows_at=draw.randint(1, setting.steps - 1))
+    return setting
 
 
 def moments_of(setting: Setting) -> int:

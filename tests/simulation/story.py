@@ -57,8 +57,9 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
         yield replace(scenario, setting=replace(setting, moves_at=0, moves_to=0))
     if setting.joins and f"worker{setting.all_workers - 1}" not in {fault.whom for fault in scenario.faults}:
         yield replace(scenario, setting=replace(setting, joins=setting.joins - 1))
-    if setting.rows_in_memory:
-        yield replace(scenario, setting=replace(setting, rows_in_memory=0))
+    for name in ("rows_in_memory", "life", "clip", "grows_at"):
+        if getattr(setting, name):
+            yield replace(scenario, setting=replace(setting, **{name: type(getattr(setting, name))()}))
     if setting.sync_s:
         yield replace(scenario, setting=replace(setting, sync_s=0.0))
     if setting.checkpoint_every:
@@ -84,7 +85,7 @@ def told(outcome: Outcome, wrong: Sequence[str], *, heartbeats: bool = False) ->
     """Return what has happened, as text: a column for each process, an arrow for each message."""
     scenario = outcome.scenario
     lines = [
-        f"seed {scenario.seed}: {scenario.setting}",
+        f"seed {scenario.seed}: {scenario.setting}, preemption {scenario.preemption:g}",
         *(f"  {fault}" for fault in scenario.faults),
         "",
         *(f"WRONG: {each}" for each in wrong),

@@ -74,6 +74,8 @@ class CheckpointRequests:
         dense_state = job.policy.has_dense_state_on_servers or not export.checkpoint
         counts = bool(export.checkpoint)
         piece = job.held().export(export.cursor, since, dense_state=dense_state, counts=counts)
+        if arrival.worker in job.plans.outgrown:
+            piece = piece.known_to(job.plans.outgrown[arrival.worker].spec)
         about = json.dumps({"tensors": list(piece.tensors), **piece.about})
         reply = pb.Reply(version=job.rounds.gate.version, cursor=piece.next_cursor, about=about)
         arrival.answer(reply, [WireTensor.of(tensor) for tensor in piece.tensors.values()])
@@ -126,6 +128,8 @@ class CheckpointRequests:
                 "this server does not know which rows have left since the last checkpoint", where=job.where
             )
         background.begin_checkpoint(save.id, since, arrival.worker)
+        # Its manifest says what this worker knows of the job by now: parameters may join as soon as it goes on.
+        known = job.plans.outgrown.get(arrival.worker, job.plans.current).spec
 
         def export(cursor: str, hand_on: HandOn) -> Piece:
             with self._lock:
@@ -137,7 +141,8 @@ class CheckpointRequests:
                     background.freeze(shard.freeze(background.since, hand_on))
                     task.let_go_on()
                 dense_state, frozen = job.policy.has_dense_state_on_servers, background.frozen
-                return shard.export(cursor, background.since, dense_state=dense_state, frozen=frozen)
+                piece = shard.export(cursor, background.since, dense_state=dense_state, frozen=frozen)
+                return piece if known is job.plans.current.spec else piece.known_to(known)
 
         def write() -> Frame:
             return write_share(save.folder, save.proof, server, export, self._clock, behind=save.begin)

@@ -47,7 +47,8 @@ def write_pieces(
         began = clock.now()
         piece = export(cursor)
         took = clock.now() - began
-        pieces.add(piece.about, piece.tensors)
+        if piece.about:
+            pieces.add(piece.about, piece.tensors)
         if behind and is_of_rows(cursor):  # parameters may hold the job up
             clock.sleep(_REST * took)
         cursor = piece.next_cursor

@@ -22,6 +22,7 @@ from fleet.kernels import HINTS, RULES
 from fleet.kernels.rule import Rule
 from fleet.numeric.merge import merge, merge_each
 from fleet.plan.plan import Plan
+from fleet.plan.specs import JobSpec
 from fleet.ps.consistency import policy_of
 from fleet.ps.consistency.staleness import DENSE, Staleness
 from fleet.ps.table.bundle import Bundle, Request, Requests, parts, warm
@@ -122,6 +123,17 @@ class Piece:
     about: dict[str, Any]
     tensors: Mapping[str, torch.Tensor | Array]
     next_cursor: str
+
+    def known_to(self, spec: JobSpec) -> Piece:
+        """Return what a worker knows of it whose job is this one, before further parameters joined: nothing, and no
+        ``about``, where it is of a table that came later."""
+        if "dense" not in self.about:
+            (table,) = (self.about[kind] for kind in ("table", "counts") if kind in self.about)
+            return self if any(each.name == table for each in spec.tables) else Piece({}, {}, self.next_cursor)
+        known = {each.name for each in spec.params}
+        entries = [each for each in self.about["dense"] if each["param"] in known]
+        tensors = {name: self.tensors[name] for name in names(entries)}
+        return Piece({**self.about, "dense": entries}, tensors, self.next_cursor)
 
 
 def is_of_rows(cursor: str) -> bool:

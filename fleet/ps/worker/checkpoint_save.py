@@ -127,6 +127,7 @@ def _write_after(
             go_on()
         _ask(worker, writer, after, moment, files, begin=False)
         for server in sorted(files):
+            _check(worker, server, files[server], moment.spec)
             writer.add(files[server])
         seed = files[0][0].about["seed"]
         if moment.state:
@@ -173,6 +174,17 @@ def _ask(
             files[server] = pieces.files
         elif reply.message.granted and not begin:
             files[server] = [PieceFile.from_json(each) for each in json.loads(reply.message.about)]
+
+
+def _check(worker: WorkerRuntime, server: int, files: Sequence[PieceFile], spec: JobSpec) -> None:
+    """Refuse a share of a server that was killed, and has written it once more with what has joined the job since."""
+    known = {*(param.name for param in spec.params), *(table.name for table in spec.tables)}
+    told = [file.about for file in files]
+    named = {entry["param"] for about in told for entry in about.get("dense", ())}
+    named |= {about[kind] for about in told for kind in ("table", "counts") if kind in about}
+    if not named <= known:
+        where = str(worker.connections.by_server[server].endpoint)
+        raise MissedError("a server was killed while it wrote its share", where=where)
 
 
 def _fetch(worker: WorkerRuntime, version: int, server: int, checkpoint: str, pieces: PieceWriter) -> None:

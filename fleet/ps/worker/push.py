@@ -14,6 +14,7 @@ every run.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -511,7 +512,8 @@ class Pusher:
         push.arrived()
         progress.notice(replies)  # long before values are fetched again, perhaps
         progress.completed, progress.steps = step, progress.steps + push.gradients.steps
-        self._cuts.tell_due_behind([reply.message for reply in replies])
+        with suppress(ServersMovedError):  # the push is over, and not made once more: others say what is due there
+            self._cuts.tell_due_behind([reply.message for reply in replies])
         return replies
 
     def send_early(self, attempt: int, param: int, grad: torch.Tensor) -> bool:

@@ -23,7 +23,8 @@ def exported(connection: Connection, step: int, checkpoint: str = "") -> Iterato
         reply = connection.call(Frame(connection.request(step, export=export)), f"export of {cursor}")
         cursor, about = reply.message.cursor, json.loads(reply.message.about)
         names = about.pop("tensors")
-        yield Piece(about, dict(zip(names, (tensor.torch() for tensor in reply.tensors), strict=True)), cursor)
+        if about:
+            yield Piece(about, dict(zip(names, (tensor.torch() for tensor in reply.tensors), strict=True)), cursor)
 
 
 def dense_record(
