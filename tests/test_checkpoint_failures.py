@@ -31,7 +31,7 @@ from fleet.checkpoint import places, writer
 from fleet.checkpoint.manifest import Checkpoint
 from fleet.checkpoint.places import Directory, place_at
 from fleet.checkpoint.writer import CheckpointWriter
-from fleet.errors import CheckpointError, FleetError
+from fleet.errors import CheckpointError, FleetError, WorkerLostError
 from fleet.plan.specs import JobSpec, PlanSettings
 from fleet.ps.server import disk_waits, replacement
 from fleet.ps.server.claims import Claims
@@ -888,7 +888,7 @@ def test_a_worker_that_dies_in_the_middle_holds_nobody_up(
         fleet_.barrier_worker()
         if worker:
             assert claimed.wait(30)
-            with pytest.raises(FleetError, match="worker 0 left before it had finished"):
+            with pytest.raises(WorkerLostError, match="worker 0 left before it had finished"):
                 act(tmp_path / "ckpt")
             until(lambda: shards() == 2)
         act(tmp_path / "ckpt")

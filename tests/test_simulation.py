@@ -296,6 +296,17 @@ FOUND = {
         ),
         (Fault(39, LOST), Fault(101, TWICE), Fault(249, TWICE)),
     ),
+    # A worker was killed while it let rows leave for all; the others, who waited for it, failed.
+    "a worker is killed while it shrinks a table": Scenario(
+        5002714,
+        Setting("sync", 3, 1, 11, "Adagrad", durable="always", life="count"),
+        (
+            Fault(28, KILL, "worker0", 4.82),
+            Fault(158, POWER, "server0", 3.15),
+            Fault(177, PAUSE, "worker0", 0.07),
+            Fault(200, KILL, "worker1", 0.09),
+        ),
+    ),
     # Steps that were merged and not sent yet were dropped when their worker went over to other servers.
     "merged steps of a job that moves": Scenario(1, Setting("half_async", 3, 1, 12, moves_at=4, moves_to=2)),
     # A worker told a server, which had lost them with its power, of another one's pushes: that was called wrong.

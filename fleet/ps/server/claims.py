@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fleet.errors import DeadlineError, FleetError, ProtocolError
+from fleet.errors import DeadlineError, FleetError, ProtocolError, WorkerLostError
 from fleet.ps.server.pending import Outbox, Waiting
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.transport import Respond
@@ -113,7 +113,7 @@ class Claims:
 
     def left(self, worker: int, outbox: Outbox) -> None:
         for name in [name for name, claim in self._open.items() if claim.writer == worker]:
-            self._close(name, FleetError(f"worker {worker} left before it had finished {name}"), outbox)
+            self._close(name, WorkerLostError(f"worker {worker} left before it had finished {name}"), outbox)
 
     def tick(self, now: float, outbox: Outbox) -> None:
         """Answer requests that wait for something that nobody begins."""

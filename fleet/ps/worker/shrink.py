@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from fleet.base.clock import wall_time
+from fleet.errors import WorkerLostError
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.worker.lease import once
 from fleet.ps.worker.runtime import WorkerRuntime
@@ -22,5 +23,10 @@ def shrink(worker: WorkerRuntime) -> None:
             worker.cuts.notice([reply.message for reply in replies])
             worker.cuts.tell_due()
 
-        once(worker, worker.progress.name_of_call("shrink()"), act, by_anyone=True)
+        while True:
+            try:
+                once(worker, worker.progress.name_of_call("shrink()"), act, by_anyone=True)
+                break
+            except WorkerLostError:  # in the midst of it: rows that have left do so once, whoever asks for it again
+                continue
         worker.forget_rows()
