@@ -480,6 +480,22 @@ def test_space_is_used_again(stores: TieredStores) -> None:
     assert scanned(store, 500) == {id: [id] * 3 for id in range(2000)}
 
 
+def test_segments_that_scans_have_closed_early_become_no_more_and_no_more(stores: TieredStores) -> None:
+    """A checkpoint, an eviction and a snapshot each begin with a scan: there are thousands in a week."""
+    store = new_store(stores)
+    put(store, 0, 2000)
+    size = store.bytes_on_disk
+    for start in range(2000, 3600, 4):
+        put(store, start, 4)
+        store.find(np.arange(16))
+        scanned(store, 10_000)
+        while (reading := store.to_rewrite()) is not None:
+            reading.run()
+            store.rewrite(reading)
+    assert store.bytes_on_disk <= 6 * size
+    assert scanned(store, 500) == {id: [id] * 3 for id in range(3600)}
+
+
 # ---------------------------------------------------------------- a disk that fails
 
 

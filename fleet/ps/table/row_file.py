@@ -5,8 +5,9 @@ full, and a thread writes it. A row that is read in between is read from there. 
 a checksum, which its number goes into as well, so that what is read is what was written last at this place.
 
 A record is *live* as long as its row is not in memory in another form, or in a later record. A segment of which no
-record is live is used again. When half of what is written is not live, the live records of the segment with the
-fewest are written anew.
+record is live is used again. When half of what written segments have room for is not live, the live records of the
+segment with the fewest are written anew: those among dead ones, and those of segments that a scan has closed
+before they were full.
 
 Rows lie here for the life of their table only; what a server has to keep is in its journal and its snapshots.
 
@@ -39,7 +40,7 @@ _PLACE_BITS = 20
 _PLACES = 1 << _PLACE_BITS
 #: So many full segments at most wait for the disk in memory.
 _WAITING = 2
-#: When a smaller part of what is written is live, segments are written anew.
+#: When a smaller part of what written segments have room for is live, segments are written anew.
 _LIVE_PART = 0.5
 
 #: After so many segments a scan is given up that nobody goes on with.
@@ -190,9 +191,11 @@ class RowFile:
         #: the last ones that came to their end
         self._ended: deque[int] = deque(maxlen=_REMEMBERED)
         self._waiting: deque[tuple[int, Future[None]]] = deque()
-        #: By segment: where it is in memory, or 0; its age, -1 if it is used no more; its records, and the live ones.
+        #: By segment: where it is in memory, or 0; its age, -1 if it is used no more; how many records it has room for,
+        #: its records, and the live ones.
         self._addresses = np.zeros(1, np.uint64)
-        self._ages_of, self._counts, self._lives = np.full(1, -1), np.zeros(1, np.int64), np.zeros(1, np.int64)
+        self._ages_of, self._places = np.full(1, -1), np.ones(1, np.int64)
+        self._counts, self._lives = np.zeros(1, np.int64), np.zeros(1, np.int64)
         self.live = 0
         self.bytes_written = 0
         try:
@@ -281,6 +284,7 @@ class RowFile:
         if number >= self._addresses.size:
             self._lengthen(number + 16)
         self._addresses[number], self._ages_of[number] = memory.ctypes.data, made.age
+        self._places[number] = places
         self._counts[number] = self._lives[number] = 0
         return made
 
@@ -306,6 +310,7 @@ class RowFile:
     def _lengthen(self, more: int) -> None:
         self._addresses = np.concatenate([self._addresses, np.zeros(more, np.uint64)])
         self._ages_of = np.concatenate([self._ages_of, np.full(more, -1)])
+        self._places = np.concatenate([self._places, np.ones(more, np.int64)])
         self._counts = np.concatenate([self._counts, np.zeros(more, np.int64)])
         self._lives = np.concatenate([self._lives, np.zeros(more, np.int64)])
 
@@ -432,19 +437,22 @@ class RowFile:
             self._drop_if_dead(number, segment)
 
     def sparsest(self) -> int | None:
-        """Return the segment whose live records should be written anew, if there is so much that is not live."""
+        """Return the segment whose live records should be written anew, if there is so much room that is not taken."""
         written = np.flatnonzero((self._addresses == 0) & (self._lives > 0))
-        lives, counts = self._lives[written], self._counts[written]
-        if written.size < 4 or lives.sum() >= counts.sum() * _LIVE_PART:
+        lives, places = self._lives[written], self._places[written]
+        if written.size < 4 or lives.sum() >= places.sum() * _LIVE_PART:
             return None
-        return int(written[np.argmin(lives / counts)])
+        return int(written[np.argmin(lives / places)])
 
     def before(self, age: int) -> tuple[tuple[int, int], int]:
         """Return age and number of the newest segment of no greater age, and the number of the one before it; -1 where
         there is none."""
-        older = sorted((each.age, number) for number, each in self._segments.items() if each.age <= age)
-        older = [(-1, -1), (-1, -1), *older]
-        return older[-1], older[-2][1]
+        ages = np.where(self._ages_of <= age, self._ages_of, -1)
+        number = int(ages.argmax())
+        found = int(ages[number])
+        ages[number] = -1
+        following = int(ages.argmax())
+        return (found, number if found >= 0 else -1), following if ages[following] >= 0 else -1
 
     @property
     def newest(self) -> int:
