@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inside import tiny_tiers
 
 from fleet.errors import ConfigurationError, ProtocolError
 from fleet.kernels import RULES
@@ -27,6 +30,7 @@ from fleet.ps.table.living_table import LivingTable
 from fleet.ps.table.memory_store import MemoryStore
 from fleet.ps.table.shard import FIRST, Contribution, Piece, Shard
 from fleet.ps.table.sketch import Sketch, cells_of, unit_of
+from fleet.ps.table.stores import TieredStores
 from fleet.ps.worker.row_cuts import Span, search
 
 SPEC = TableSpec("user", 2, "float32", 0, None, Initializer.parse("constant(0.5)"))
@@ -282,6 +286,45 @@ def test_rows_of_a_large_table_leave_while_it_is_trained() -> None:
         table.sweep(1 << 16)
     assert len(table) == table.life.rows == 110
     assert (table.read(some_ids(150_000, 7), training=True) == [[-0.5] * 2, [-2.5] * 2]).all()
+
+
+@pytest.mark.parametrize("evict", [[Unused(3)], [MaxRows(40)], [MaxRows(40, by="often"), Unused(5)]], ids=repr)
+@pytest.mark.parametrize("seed", [8, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (3, 4, 6, 13, 17, 18))])
+def test_who_asks_how_many_rows_are_due_changes_nothing_where_rows_lie_in_files(
+    seed: int, evict: list[Eviction], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A table in files is one in memory, whenever rows are swept, counted and written anew."""
+    tiny_tiers(monkeypatch)
+    monkeypatch.setattr("fleet.ps.table.tiered_store._LOOKED_THROUGH", 3)
+    monkeypatch.setattr("fleet.ps.table.living_table._AT_ONCE", 5)
+    assert KERNEL is not None
+    stores, random = TieredStores(tmp_path, "a-server", 1 << 20, 10.0), np.random.default_rng(seed)
+    spec = replace(SPEC, dim=120, evict=tuple(evict))
+    cold, warm = (LivingTable(spec, KERNEL, 7, each) for each in (stores.share()("user", 1, 500), MemoryStore()))
+    with closing(stores):
+        for moment in range(1, 400):
+            act = random.choice(
+                ["train", "evict", "sweep", "count", "read", "rewrite"], p=[0.25, 0.03, 0.17, *[0.2] * 2, 0.15]
+            )
+            ids = np.unique(random.integers(0, random.choice([30, 200]), 12))
+            for table in (cold, warm):
+                if act == "train":
+                    table.step += 1
+                    table.train([(ids, np.ones((ids.size, 120), np.float32))], [None], 1, OPTIONS, moment)
+                elif act == "evict":
+                    table.evict(moment)
+                elif act == "sweep":
+                    table.sweep(3)
+                elif act == "rewrite" and (reading := table.to_rewrite()) is not None:
+                    reading.run()
+                    table.rewrite(reading)
+            if act == "count":
+                assert cold.life == warm.life
+            assert act != "read" or cold.read(ids, training=True).tolist() == warm.read(ids, training=True).tolist()
+        (ids, rows), (others, wanted) = cold.export(), warm.export()
+        found = dict(zip(ids.tolist(), rows["weight"].tolist(), strict=True))
+        assert found == dict(zip(others.tolist(), wanted["weight"].tolist(), strict=True))
+        assert cold.life == warm.life
 
 
 # ---------------------------------------------------------------------------------------------- chance

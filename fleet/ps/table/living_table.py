@@ -313,7 +313,7 @@ class LivingTable(Table):
 
     def due(self) -> Iterator[Ids]:
         """Yield the ids of rows that are gone and still there."""
-        place: int | None = self._swept
+        place: int | None = 0  # the sweep's own is no other reader's: rows may have moved since it came there
         while self.cut is not None and place is not None:
             ids, place = self._due_from(place, _AT_ONCE)
             yield ids
