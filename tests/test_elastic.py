@@ -13,17 +13,21 @@ import pytest
 import torch
 from dying import ENVIRON, DyingJob, every
 from harness import PATIENT, SOON, Job
-from inside import leave
+from inside import flush, leave
 from test_async import eventually
+from test_observing import status_of
 from test_processes import Processes, Started, ended, processes  # noqa: F401 - a fixture
 from test_relaxed import comes_to
 
 import fleet.nn
 from fleet import Fleet, StrategyFactory
 from fleet.errors import DeadlineError, IdentityError, PlanMismatchError, ServerBusyError
+from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.ps.worker import connection
 from fleet.role_maker import Role, UserDefinedRoleMaker
 from fleet.strategy.parameter_server import Strategy
+from fleet.telemetry import prometheus
+from fleet.telemetry.view import seen
 
 ELASTIC = {
     "async": StrategyFactory.create_async_strategy(independent_recv_thread=False, elastic=True),
@@ -119,6 +123,28 @@ def test_workers_join_and_leave_in_any_order(mode: str) -> None:
     three.sees(3, 2, 0, 1, 0, 4)
     assert three.fleet.summary()["steps_by_worker"].keys() == {0, 1, 3, 5}
     three.leave()
+    servers.end()
+
+
+def test_whoever_looks_on_is_told_which_worker_is_which() -> None:
+    """Indices have gaps, and come in any order."""
+    network = LoopbackNetwork()
+    servers = Servers(2, 1, network=network)
+    zero, one = (servers.part(index, 2).join() for index in range(2))
+    five = servers.part(5, 6).join()
+    three = servers.part(3, 6).join()
+    for each in (zero, one, five, three):
+        each.train(each.index + 1)
+        flush(each.fleet)
+    status = status_of(network, servers.job.endpoints[0])
+    workers = seen(0.0, {"server 0": status}, {}).workers
+    assert {index: worker.steps for index, worker in workers.items()} == {0: 1, 1: 2, 3: 4, 5: 6}
+    pytest.importorskip("prometheus_client")
+    families = {family.name: family for family in prometheus._beside(status, "0")}
+    steps = {sample.labels["worker"]: sample.value for sample in families["fleet_server_worker_steps"].samples}
+    assert steps == {"0": 1, "1": 2, "3": 4, "5": 6}
+    for each in (zero, one, five, three):
+        each.leave()
     servers.end()
 
 

@@ -16,6 +16,7 @@ from fleet.base.exposure import public_addresses
 from fleet.base.settings import ProcessSettings
 from fleet.errors import ConfigurationError, PortInUseError, UnsupportedError
 from fleet.telemetry.figures import OF_KIND, TABLE, Figure, Figures
+from fleet.telemetry.view import workers_in
 
 _log = logging.getLogger("fleet.observing")
 
@@ -115,7 +116,7 @@ def _beside(status: Mapping[str, Any], index: str) -> Iterable[Any]:
     for table, figures in status.get("tables", {}).items():
         for name in TABLE:
             families[f"table_{name}"].add_metric([index, table], figures.get(name, 0))
-    for worker, about in enumerate(status.get("workers", ())):
+    for worker, about in workers_in(status):
         total, updates = about["staleness"]
         labels = [index, str(worker)]
         families["worker_up"].add_metric(labels, about["standing"] == "live")

@@ -315,6 +315,7 @@ def _is_worker(told: object) -> bool:
     heard, waits, waited, staleness = (told.get(key) for key in ("heard_seconds", "waits", "waited", "staleness"))
     return (
         all(isinstance(told.get(key), str) for key in ("standing", "label"))
+        and type(told.get("worker", 0)) is int
         and "heard_seconds" in told
         and are_figures({"heard": 0.0 if heard is None else heard, "late": told.get("late", 0)})
         and are_figures({"steps": told.get("steps")})

@@ -7,7 +7,7 @@ which hear from them with every heartbeat, and where their own records can be re
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, NamedTuple
@@ -134,13 +134,20 @@ def seen(
             status.get("pace", ""),
             [HotId(*each) for each in status.get("hot", ())],
         )
-        for index, told in enumerate(status.get("workers", ())):
+        for index, told in workers_in(status):
             worker = _worker(told)
             workers[index] = worker if index not in workers else _both(workers[index], worker)
     for index, (figures, age_s) in own.items():
         known = workers.get(index, WorkerView("left" if index in gone else "live", heard_seconds=age_s))
         workers[index] = replace(known, figures=figures)
     return View(at, servers, dict(sorted(workers.items())))
+
+
+def workers_in(status: Mapping[str, Any]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Yield the workers that a server tells of, by their indices, which may have gaps. A record of an earlier version
+    has none."""
+    for place, told in enumerate(status.get("workers", ())):
+        yield told.get("worker", place), told
 
 
 def server_name(status: Mapping[str, Any]) -> str:

@@ -198,12 +198,11 @@ class Membership:
             return f"worker {worker} ({member.label}), last heard {now - member.last_heard:.1f} s ago"
         return f"worker {worker}, {'not there yet' if member.standing is Standing.EXPECTED else member.standing.value}"
 
-    def glance(self, now: float) -> list[tuple[str, str, float | None]]:
-        """Return of every worker how it stands, its label, and for how long it has not been heard of, if it ever
-        was."""
+    def glance(self, now: float) -> list[tuple[int, str, str, float | None]]:
+        """Return every worker, how it stands, its label, and for how long it has not been heard of, if it ever was."""
         return [
-            (each.standing.value, each.label, now - each.last_heard if each.label else None)
-            for each in self._members.values()
+            (worker, each.standing.value, each.label, now - each.last_heard if each.label else None)
+            for worker, each in sorted(self._members.items())
         ]
 
     def tick(self, now: float) -> list[Lost | NeverCame]:

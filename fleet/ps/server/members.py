@@ -160,7 +160,7 @@ class Members:
         with self._lock:
             return self._begun.describe(worker, now)
 
-    def glance(self, now: float) -> list[tuple[str, str, float | None]]:
+    def glance(self, now: float) -> list[tuple[int, str, str, float | None]]:
         with self._lock:
             return [] if self._members is None else self._members.glance(now)
 

@@ -90,6 +90,7 @@ class Status:
             "pace": "".join(map(told_change, job.rounds.gate.changes[-1:])),
             "workers": [
                 {
+                    "worker": worker,
                     "standing": standing,
                     "label": label,
                     "heard_seconds": heard_s,
@@ -100,7 +101,7 @@ class Status:
                     "waited": {str(other): s for other, s in statistics.waited_by(worker).items()},
                     "figures": statistics.figures_of(worker),
                 }
-                for worker, (standing, label, heard_s) in enumerate(self._members.glance(now))
+                for worker, standing, label, heard_s in self._members.glance(now)
             ],
         }
 
