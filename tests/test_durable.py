@@ -641,6 +641,22 @@ def test_a_job_that_began_with_a_checkpoint(
     assert job.kills
 
 
+def test_no_memory_for_the_snapshot_that_follows_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, began_with: tuple[str, list[Any]]
+) -> None:
+    """Nobody waits for ever for the values that it was read for."""
+
+    def fails(*_: Any) -> Any:
+        raise MemoryError("none left")
+
+    monkeypatch.setattr("fleet.ps.server.durability.durability.parameters_of", fails)
+    environ = {**PATIENT, "FLEET_DURABLE_DIR": str(tmp_path)}
+    job = Job(trains("adam"), 2, environ=environ, model_dir=began_with[0])
+    job.join(job.start(), 20)
+    for name in ("server 0", "worker 0", "worker 1"):
+        assert "server server0:1 could not set up the job; got none left" in str(job.errors[name])
+
+
 def test_a_checkpoint_is_taken_over_when_the_journal_has_been_done_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

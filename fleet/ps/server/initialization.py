@@ -5,7 +5,6 @@ Pulls that come before them wait.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -131,22 +130,20 @@ class Initialization:
                 restore.fill(shard, hello.server)
                 states = restore.states() if hello.server == 0 else {}
                 shard.warm()
-            except Exception as error:
-                with self._lock:
-                    if not self._end.begun:
-                        self._cannot_set_up(job, error, outbox)
-            else:
                 with self._lock:
                     if self._end.begun:
                         return
                     job.shard, job.initialized = shard, self.is_complete
                     job.states.bring(states, restore.workers)
-                    with contextlib.suppress(JobAbortedError):  # everybody hears of it
-                        if job.initialized:
-                            self._take_snapshot(job, outbox)
-                            self._steps.release_early(job, outbox)
-                        else:
-                            self._go_through_early(job, outbox)
+                    if job.initialized:
+                        self._take_snapshot(job, outbox)
+                        self._steps.release_early(job, outbox)
+                    else:
+                        self._go_through_early(job, outbox)
+            except Exception as error:
+                with self._lock:
+                    if not self._end.begun:  # else everybody hears of it
+                        self._cannot_set_up(job, error, outbox)
             self._send(outbox)
 
         self._reader = threading.Thread(target=load, name=f"fleet-restore-{self._where}", daemon=True)
@@ -183,7 +180,7 @@ class Initialization:
     def _cannot_set_up(self, job: Job, error: Exception, outbox: Outbox) -> FleetError:
         """End the job, which cannot run: without its shard this server is of no use to anybody."""
         _log.error("%s: the job cannot be set up", self._where, exc_info=error)
-        failure = JobAbortedError(f"server {self._where} could not set up the job", got=str(error))
+        failure = JobAbortedError(f"server {self._where} could not set up the job", got=str(error) or repr(error))
         self._end.fail(failure, job, outbox)
         return failure
 
