@@ -35,6 +35,7 @@ from fleet.plan.specs import JobSpec
 from fleet.ps.consistency.policy import Policy
 from fleet.ps.server import checkpoint_reader
 from fleet.ps.server.checkpoint_share import write_pieces
+from fleet.ps.server.durability.kept_state import kept_servers
 from fleet.ps.server.durability.state_directory import Journal, Kind, StateDirectory
 from fleet.ps.server.service import Service
 from fleet.ps.wire import fleet_pb2 as pb
@@ -1501,6 +1502,48 @@ def test_no_room_for_what_a_snapshot_begins_with(tmp_path: Path) -> None:
     assert not kept.is_due
     kept.record(Kind.REQUEST, [bytes(1000)])
     assert kept.is_due
+    kept.close()
+
+
+def test_a_directory_that_cannot_be_read_is_nobody_s(tmp_path: Path) -> None:
+    """Whoever mends it need not start another process."""
+    kept = StateDirectory(str(tmp_path), Endpoint.parse("127.0.0.1:7000"), "os")
+    draft = kept.begin({"version": 3}, [], on_top=False, behind=True)
+    kept.adopt(draft, kept.publish(draft))
+    kept.close()
+    (state,) = tmp_path.glob("*/snapshot-*/state.json")
+    whole = state.read_bytes()
+    state.write_bytes(whole[:-1])
+    with pytest.raises(CheckpointError, match="a server's snapshot cannot be read"):
+        StateDirectory(str(tmp_path), Endpoint.parse("127.0.0.1:7000"), "os")
+    state.write_bytes(whole)
+    again = StateDirectory(str(tmp_path), Endpoint.parse("127.0.0.1:7000"), "os")
+    assert again.snapshot is not None
+    again.close()
+
+
+def test_what_a_job_that_is_over_has_left_goes_with_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that is killed while it removes its directory leaves a part of it, which is no state of any job."""
+    over = StateDirectory(str(tmp_path), Endpoint.parse("127.0.0.1:7000"), "os")
+    draft = over.begin({"version": 1000}, [], on_top=False, behind=True)
+    over.adopt(draft, over.publish(draft))
+    with monkeypatch.context() as patch:
+        patch.setattr("fleet.ps.server.durability.state_directory.shutil.rmtree", Mock())
+        over.forget()
+    assert len([*tmp_path.rglob("state.json")]) == 1
+    with pytest.raises(ConfigurationError, match="no server has kept anything here"):
+        kept_servers(tmp_path)
+    StateDirectory(str(tmp_path), Endpoint.parse("127.0.0.1:7000"), "os").close()
+    assert [*tmp_path.rglob("state.json")] == []
+
+
+def test_a_record_that_this_version_does_not_know_is_refused_by_name(tmp_path: Path) -> None:
+    kept = StateDirectory(str(tmp_path), Endpoint.parse("127.0.0.1:7000"), "os")
+    kept._journals[-1].append([b"?", b"what a later version writes"])
+    with pytest.raises(ConfigurationError, match="is of a version of this package that"):
+        [*kept.records()]
     kept.close()
 
 

@@ -40,7 +40,7 @@ from fleet.ps.server.durability.snapshot import (
     signed,
     state_of,
 )
-from fleet.ps.server.durability.state_directory import Kind, StateDirectory
+from fleet.ps.server.durability.state_directory import Kind, StateDirectory, of_another_version
 from fleet.ps.server.job import Job, new_job
 from fleet.ps.server.job_end import JobEnd
 from fleet.ps.server.members import Members
@@ -428,14 +428,14 @@ class Durability:
                 elif kind is Kind.REQUEST:
                     frame = read_frame(pb.Request, [data])
                     if running() is None and frame.message.WhichOneof("kind") not in ("hello", *MOVING):
-                        raise _of_another_version(self.directory)
+                        raise of_another_version(self.directory)
                     with contextlib.suppress(FleetError):  # it was refused then as well
                         ask(frame)
                 else:
                     job = running()
                     if job is None:
                         # There was a job: its first hello is refused now, and the rest would be dropped without a word.
-                        raise _of_another_version(self.directory)
+                        raise of_another_version(self.directory)
                     if kind is Kind.LOST:
                         lose(job, int.from_bytes(data, "little"))
                     elif kind is Kind.HANDED:
@@ -462,14 +462,14 @@ class Durability:
         state = self._directory.snapshot.state
         # Workers go on as they spoke then, and so does the journal. What a later one says may not even be readable.
         if state.get("protocol") != PROTOCOL:
-            raise _of_another_version(self.directory)
+            raise of_another_version(self.directory)
         spec = JobSpec.from_json(state["spec"])
         most_bytes = self._settings.security.max_message_bytes
         job = new_job(spec, state["job_id"], self._where, most_bytes, self._settings.rpc_deadline_s)
         placement = job.plans.current.placement
         # Versions that noted no placement dealt as this one does, where they did not hash.
         if state.get("placement", placement if spec.settings.split_method == "RoundRobin" else None) != placement:
-            raise _of_another_version(self.directory)
+            raise of_another_version(self.directory)
         shard = restore(job, state, self._directory.pieces(), self._clock.now(), make_shard)
         epoch = shard.history.next_epoch()
         self._kept = shard, epoch
@@ -537,13 +537,3 @@ def _lacks_values(job: Job, kind: str, request: Any, known: int) -> bool:
     plans = job.plans
     asks_for_all = kind == "push" or (asks_as_first and request.pull.dense)
     return plans.growing and request.worker not in plans.outgrown and asks_for_all
-
-
-def _of_another_version(directory: Path) -> ConfigurationError:
-    return ConfigurationError(
-        "the state that is kept here is of a version of this package that spoke with servers otherwise, or "
-        "gave servers other parts of the parameters",
-        where=str(directory),
-        todo="Go on with that version; or remove the directory and start the job from its last checkpoint, which does "
-        "not depend on it.",
-    )

@@ -20,6 +20,7 @@ from fleet.ps.server.checkpoint_reader import Origin
 from fleet.ps.server.durability.state_directory import (
     JOURNAL,
     NEVER,
+    OVER,
     SNAPSHOT,
     Journal,
     Kind,
@@ -61,7 +62,7 @@ class Segment(StateDirectory):
                 raise _removed(path) from None
             with closing(journal):
                 for record in journal.read(is_last=number == numbers[-1]):
-                    yield Kind(bytes(record[:1])), memoryview(record)[1:]
+                    yield self._told(record)
 
     def pieces(self) -> Iterator[tuple[dict[str, Any], list[Any]]]:
         """Yield the shard's pieces in the snapshot, in the order in which they are to be taken."""
@@ -129,6 +130,8 @@ def kept_servers(root: object, job_id: str | None = None) -> list[KeptServer]:
 
 
 def _is_kept(path: Path) -> bool:
+    if path.name.endswith(OVER):  # its job is over
+        return False
     return path.is_dir() and (bool(numbers_in(path, JOURNAL)) or bool(numbers_in(path, SNAPSHOT)))
 
 

@@ -50,6 +50,8 @@ _PAGE_BYTES = 4096
 _STATE = "state.json"
 SNAPSHOT, JOURNAL = "snapshot-", "journal-"
 _ENDED = ".ended-"
+#: What the name of a directory ends with that is being removed.
+OVER = ".over"
 
 
 class Kind(bytes, enum.Enum):
@@ -280,11 +282,24 @@ class StateDirectory:
                 where=str(self.directory),
                 todo="Stop it, or give this one another endpoint or another FLEET_DURABLE_DIR.",
             )
+        self._number, self._journals = 0, list[Journal]()
+        self.snapshot: Snapshot | None = None
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self) -> None:
+        """Find what there is, and remove what processes have left that were killed: of a job that was over, or of a
+        snapshot."""
+        shutil.rmtree(self._over, ignore_errors=True)
         self._number = self._newest_snapshot()
-        self.snapshot: Snapshot | None = self._snapshot_of(self._number) if self._number else None
-        self._journals = [self._journal(number) for number in self._journal_numbers()]
+        self.snapshot = self._snapshot_of(self._number) if self._number else None
+        for number in self._journal_numbers():
+            self._journals.append(self._journal(number))
         for number in self._numbers(SNAPSHOT):
-            if number > self._number:  # its writer was killed
+            if number > self._number:
                 shutil.rmtree(self._path(SNAPSHOT, number), ignore_errors=True)
 
     # ---------------------------------------------------------------- what is there
@@ -318,7 +333,13 @@ class StateDirectory:
         """Yield what happened after the snapshot."""
         for journal in self._journals:
             for record in journal.read(is_last=journal is self._journals[-1]):
-                yield Kind(bytes(record[:1])), memoryview(record)[1:]
+                yield self._told(record)
+
+    def _told(self, record: bytearray) -> tuple[Kind, memoryview]:
+        try:
+            return Kind(bytes(record[:1])), memoryview(record)[1:]
+        except ValueError:  # of a later one
+            raise of_another_version(self.directory) from None
 
     # ---------------------------------------------------------------- what happens
 
@@ -450,11 +471,15 @@ class StateDirectory:
             os.close(self._lock)
             return
         # From one moment to the next: half of what was there would be taken for another state.
-        gone = self.directory.with_name(f"{self.directory.name}.over")
-        shutil.rmtree(gone, ignore_errors=True)
-        os.rename(self.directory, gone)
-        shutil.rmtree(gone, ignore_errors=True)
+        shutil.rmtree(self._over, ignore_errors=True)
+        os.rename(self.directory, self._over)
+        shutil.rmtree(self._over, ignore_errors=True)
         os.close(self._lock)
+
+    @property
+    def _over(self) -> Path:
+        """Return what the directory is called while it is removed."""
+        return self.directory.with_name(f"{self.directory.name}{OVER}")
 
     def _put_aside(self) -> Path:
         """Return where the directory goes when its job is over."""
@@ -499,6 +524,16 @@ def ended_number(folder: str) -> int | None:
     """Return the number that a folder has in its name if its job has ended."""
     _, ended, number = folder.rpartition(_ENDED)
     return int(number) if ended and number.isdigit() else None
+
+
+def of_another_version(directory: Path) -> ConfigurationError:
+    return ConfigurationError(
+        "the state that is kept here is of a version of this package that spoke with servers otherwise, or "
+        "gave servers other parts of the parameters",
+        where=str(directory),
+        todo="Go on with that version; or remove the directory and start the job from its last checkpoint, which does "
+        "not depend on it.",
+    )
 
 
 def _crc32(content: bytes) -> bytes:
