@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import gc
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from harness import run_job
 
+import fleet.nn
+from fleet import Fleet
+from fleet.checkpoint.places import Directory
+from fleet.errors import CheckpointError
 from fleet.kernels import RULES
+from fleet.nn import CountFilter
 from fleet.plan.specs import Initializer, TableSpec
 from fleet.ps.table.frozen_view import FrozenView
+from fleet.ps.table.sketch import SketchView
 from fleet.ps.table.table import WEIGHT, Table
 
 Rows = dict[int, float]
@@ -71,3 +83,31 @@ def test_a_failure_of_the_last_piece_is_told() -> None:
     change(table, [0], 1.0)
     with pytest.raises(OSError, match="no room"):
         view.end()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_is_kept_of_a_checkpoint_that_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """A view has a copy of what a sketch has counted, which may be as large as memory allows, and the ids of rows that
+    have left."""
+
+    def refused(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no room")
+
+    def body(made: Fleet, index: int) -> list[int]:
+        table = fleet.nn.Embedding(None, 2, admit=CountFilter(2, sketch_mb=1))
+        optimizer = made.distributed_optimizer(torch.optim.SGD(table.parameters(), lr=1.0))
+        made.init_worker()
+        left = []
+        for step in range(3):
+            optimizer.minimize(table(torch.arange(step, step + 4)).sum())
+            with monkeypatch.context() as patch, contextlib.suppress(CheckpointError):
+                if fails:
+                    patch.setattr(Directory, "create", refused)
+                made.save_persistables(tmp_path / "saved")
+            gc.collect()
+            left.append(sum(isinstance(each, FrozenView | SketchView) for each in gc.get_objects()))
+        return left
+
+    assert run_job(body) == [[0, 0, 0]]

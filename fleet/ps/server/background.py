@@ -132,8 +132,9 @@ class Background:
         self.frozen = view
 
     def finish_checkpoint(self, checkpoint: str, url: str) -> None:
-        """Note the newest checkpoint: this one is written, or was loaded."""
+        """Note the newest checkpoint: this one is written, or was loaded, and nobody reads its view any more."""
         self.last = (checkpoint, url)
+        self._leave_view()
 
     def begin(self, task: BackgroundTask, worker: int) -> BackgroundTask:
         self.task, self.asked_by = task, worker
@@ -155,6 +156,9 @@ class Background:
     def give_up(self) -> None:
         """Abandon whatever was begun, a checkpoint or other values."""
         self.checkpoint, self.since, self.task, self.loaded, self.uploads = "", 0, None, None, []
+        self._leave_view()
+
+    def _leave_view(self) -> None:
         if self.frozen is not None:
             self.frozen.leave()
             self.frozen = None
