@@ -30,6 +30,7 @@ from fleet.errors import (
     AuthenticationError,
     ConfigurationError,
     DeadlineError,
+    FleetError,
     PlanMismatchError,
     ServerLostError,
     UnsupportedError,
@@ -695,6 +696,29 @@ def test_what_is_asked_for_ahead_is_given_when_it_is_there_and_no_later() -> Non
     served.round()
     piece = served.follower(7, fetch=pb.Fetch(number=reply.message.news.number))
     assert piece.version == 2
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_no_memory_for_a_follower_is_nobody_else_s_concern(rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it waits for is copied by whoever closes the round after it, or comes next."""
+
+    def refused(*_: object) -> None:
+        raise MemoryError("none left")
+
+    served = Served()
+    since = joined(served, 7)
+    replies: list[Frame] = []
+    asks = pb.Changes(since=since, version=1, wait_s=5, fingerprint=served.feed_job.plans.current.fingerprint)
+    served.service.handle(Frame(pb.Request(incarnation=7, changes=asks)), replies.append)
+    monkeypatch.setattr(feed, "_read", refused)
+    for _ in range(rounds):
+        served.round()
+    assert served.service.failure is None
+    assert served.feed_job.version == rounds
+    with pytest.raises(FleetError, match="none left"):
+        raise_if_error(*replies)
+    monkeypatch.undo()
+    assert served.changes(7, since).granted
 
 
 def test_ids_that_change_again_and_again_are_kept_once() -> None:

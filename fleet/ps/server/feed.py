@@ -12,6 +12,7 @@ The caller holds the server's lock; a load itself does not change.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,9 +23,12 @@ import torch
 from fleet.errors import FleetError, ProtocolError, ServerBusyError
 from fleet.numeric.jit import Array, Ids
 from fleet.numeric.tensors import WireTensor
+from fleet.ps.server.pending import cannot_answer
 from fleet.ps.table.change_log import ChangeLog
 from fleet.ps.table.shard import Shard
 from fleet.ps.table.table import WEIGHT
+
+_log = logging.getLogger("fleet.server")
 
 #: Who is silent for so long has gone, and begins anew if it comes back.
 LAPSE_S = 120.0
@@ -249,11 +253,15 @@ class Feed:
         return min((each.version for each in asked if each is not None), default=None)
 
     def give(self, shard: Shard, version: int, replaced: int, now: Callable[[], float]) -> None:
-        """Give this version, at which the values are, to all who wait for it."""
+        """Give this version, at which the values are, to all who wait for it. A failure is nobody else's concern."""
         for each in self.followers.values():
             if each.asked is not None and each.asked.version == version:
                 asked, each.asked = each.asked, None
-                asked.answer(self.take(each, shard, version, replaced, now), True)
+                try:
+                    asked.answer(self.take(each, shard, version, replaced, now), True)
+                except Exception as error:
+                    _log.exception("%s: a follower could not be given version %d", self.where, version)
+                    asked.refuse(error if isinstance(error, FleetError) else cannot_answer(error))
 
     def dismiss(self, version: int, now: float, *, everybody: bool) -> None:
         """Answer those who wait for a version that is past, or have waited long enough, that they do not get it."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fleet.errors import FleetError
 from fleet.numeric.tensors import WireTensor
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
@@ -18,6 +19,16 @@ Outbox = list[tuple[Respond, Frame]]
 
 def nobody(_: Frame) -> None:
     """Drop the answer to a request that is done over: its sender has not heard of this process yet, and asks again."""
+
+
+def cannot_answer(error: Exception) -> FleetError:
+    """Return what somebody is told whose answer cannot be made."""
+    return FleetError("the server could not make an answer", got=repr(error), todo=way_out(error))
+
+
+def way_out(error: Exception) -> str | None:
+    """Return what to do about an error of the server's, if that is known."""
+    return "Give the job more servers, or this one more memory." if isinstance(error, MemoryError) else None
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from fleet.ps.consistency.gate import Answer, Apply, ApplyBuffer, Buffer, Change
 from fleet.ps.server.durability.durability import Durability
 from fleet.ps.server.job import Due, Job
 from fleet.ps.server.job_end import JobEnd
-from fleet.ps.server.pending import Arrival, Outbox, Waiting
+from fleet.ps.server.pending import Arrival, Outbox, Waiting, cannot_answer, way_out
 from fleet.ps.server.state_requests import check_name, state_of
 from fleet.ps.server.statistics import Statistics
 from fleet.ps.table.bundle import parts
@@ -416,7 +416,7 @@ class StepRequests:
     def _fail_halfway(self, job: Job, error: Exception, outbox: Outbox) -> None:
         # Half a round is applied: nobody may go on from here as if nothing had happened.
         _log.exception("%s: the server failed", job.where)
-        failure = JobAbortedError(f"server {job.where} failed", got=repr(error), todo=_way_out(error))
+        failure = JobAbortedError(f"server {job.where} failed", got=repr(error), todo=way_out(error))
         self._end.fail(failure, job, outbox)
 
     # ---------------------------------------------------------------- answers
@@ -737,8 +737,4 @@ def _answer_of(waiting: Waiting) -> Frame:
         return waiting.answer()
     except Exception as error:
         _log.exception("an answer for worker %d could not be made", waiting.worker)
-        return error_reply(FleetError("the server could not make an answer", got=repr(error), todo=_way_out(error)))
-
-
-def _way_out(error: Exception) -> str | None:
-    return "Give the job more servers, or this one more memory." if isinstance(error, MemoryError) else None
+        return error_reply(cannot_answer(error))
