@@ -480,6 +480,24 @@ def test_space_is_used_again(stores: TieredStores) -> None:
     assert scanned(store, 500) == {id: [id] * 3 for id in range(2000)}
 
 
+def test_however_many_rows_go_no_more_are_read_than_memory_is_for(
+    stores: TieredStores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A delta of a checkpoint names two million ids of rows that have left at once."""
+    store, read, sizes = new_store(stores), TieredStore._read, list[int]()
+    put(store, 0, 2000)
+
+    def noted(store: TieredStore, records: Any) -> Any:
+        sizes.append(records.size)
+        return read(store, records)
+
+    monkeypatch.setattr(TieredStore, "_read", noted)
+    assert store.has(np.arange(2000)).all()
+    store.remove(np.arange(-50, 1990))
+    assert 0 < max(sizes) <= store.most
+    assert scanned(store, 500) == {id: [id] * 3 for id in range(1990, 2000)}
+
+
 def test_segments_that_scans_have_closed_early_become_no_more_and_no_more(stores: TieredStores) -> None:
     """A checkpoint, an eviction and a snapshot each begin with a scan: there are thousands in a week."""
     store = new_store(stores)

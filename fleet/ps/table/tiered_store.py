@@ -199,7 +199,11 @@ class TieredStore:
         self._file.release(self._frames.change(slots))
 
     def remove(self, ids: Ids) -> None:
-        ids = packed_ids(ids)
+        ids, most = packed_ids(ids), self.most  # as in ``has``
+        for start in range(0, ids.size, most):
+            self._remove(ids[start : start + most])
+
+    def _remove(self, ids: Ids) -> None:
         places, _, _ = self._located(ids)
         there = np.flatnonzero(places >= 0)
         ids, places = ids[there], places[there]
