@@ -8,6 +8,7 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -386,6 +387,23 @@ def test_each_part_of_a_scan_may_be_asked_for_again(stores: TieredStores) -> Non
         found |= {*ids.tolist()}
         place = following
     assert found == {*range(300)}
+
+
+def test_a_part_of_a_scan_has_not_all_rows_that_memory_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part becomes a piece of a checkpoint, or a message to another server."""
+    monkeypatch.undo()  # there is room
+    with closing(TieredStores(tmp_path, "a-server", 64 * MIB, 10.0)) as stores:
+        store = new_store(stores)
+        put(store, 0, 5000)
+        assert store.in_memory == 5000
+        sizes, found, place = list[int](), list[int](), 0
+        while place is not None:
+            (ids, rows), place = store.scan(place, 100, ["weight"])
+            assert rows["weight"].tolist() == [[id] * 3 for id in ids.tolist()]
+            sizes.append(ids.size)
+            found += ids.tolist()
+        assert max(sizes) == 100
+        assert sorted(found) == [*range(5000)]
 
 
 def test_a_scan_that_was_given_up_does_not_go_on(stores: TieredStores, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -445,8 +445,8 @@ class TieredStore:
         place: _Place | None = first
         self._file.keep_after(first.begun)
         found = [self._rows_of(self._no_lines, names, only)]
-        while place is not None and sum(ids.size for ids, _ in found) < most:
-            batches, place = self._next(place, names, only)
+        while place is not None and (left := most - sum(ids.size for ids, _ in found)) > 0:
+            batches, place = self._next(place, left, names, only)
             found += batches
         ids, rows = _joined(found, names)
         if place is None:
@@ -465,13 +465,19 @@ class TieredStore:
         cold = self._rows_of(lines[self._trace(records, lines) == ONLY_THERE], names, None)
         return _joined([cold, self._rows_at(there, names, None)], names)
 
-    def _next(self, place: _Place, names: Sequence[str], only: Between | None) -> tuple[list[Batch], _Place | None]:
-        """Return the rows at a place of a scan, and the place after it."""
+    def _next(
+        self, place: _Place, most: int, names: Sequence[str], only: Between | None
+    ) -> tuple[list[Batch], _Place | None]:
+        """Return the rows at a place of a scan, about ``most`` at once, and the place after it."""
         frames, file = self._frames, self._file
         if place.phase == _IN_MEMORY:
             # From the last frame to the first, as rows may move to a frame before theirs.
             least = max(0, place.at - _LOOKED_THROUGH)
-            batch = self._rows_at(frames.changed(least, place.at), names, only)
+            changed = frames.changed(least, place.at)
+            if changed.size > most:
+                changed = changed[-most:]
+                least = int(changed[0])
+            batch = self._rows_at(changed, names, only)
             return [batch], place._replace(at=least) if least else _Place(_LEFT, place.begun, file.newest)
         (age, segment), following = file.before(place.at)
         if age <= (place.begun if place.phase == _LEFT else -1):
