@@ -4,14 +4,17 @@ plain torch, or is refused by name."""
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from habits.habit import MODES
 from harness import assert_close, run_job
 from test_geo import Watched
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
@@ -812,3 +815,35 @@ def test_all_rows_come_in_requests_of_a_limited_size(mode: str, monkeypatch: pyt
         assert len(network.seen) > before
 
     run_job(body, 1, 1, network=network)
+
+
+@pytest.mark.parametrize(
+    "mode", [pytest.param(each, marks=[] if each in ("sync", "geo") else [pytest.mark.slow]) for each in MODES]
+)
+def test_nothing_of_a_job_outlives_it_by_a_gradient(mode: str) -> None:
+    """A weight holds its gradient where Python does not look, so the gradient may not hold what holds the weight."""
+
+    def job() -> tuple[list[weakref.ref[Any]], Any]:
+        fleet_ = Fleet(environ={})
+        fleet_.init()
+        net = Net(sparse=True)
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD(net.parameters(), lr=0.05), MODES[mode](), model=net)
+        fleet_.init_worker()
+        for _ in range(2):
+            optimizer.zero_grad()
+            net.loss().backward()
+            clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+        fleet_.stop_worker()
+        return [weakref.ref(each) for each in (net, net.top.weight, optimizer)], net.emb.weight.grad
+
+    gone, gradient = job()
+    gc.collect()
+    assert [each() for each in gone] == [None, None, None]
+    assert gradient.norm() > 0
+    with pytest.raises(UnsupportedError, match=r"the model of the table 'emb\.weight' is gone"):
+        gradient.to_dense()
+    doubled = copy.deepcopy(gradient) * 2
+    with pytest.raises(UnsupportedError, match=r"asked for cos\(\), and the model"):
+        doubled.cos()
+    assert doubled.coalesce().values().shape == (5, DIM)

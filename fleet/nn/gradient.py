@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol
+from weakref import ref
 
 import torch
 
@@ -86,10 +87,32 @@ _LOGICAL = {
 }
 
 
+class _Gone:
+    """Stands for a table that nobody holds any more, of which there is still a gradient."""
+
+    def __init__(self, name: str, num_embeddings: int | None) -> None:
+        self.name, self.num_embeddings = name, num_embeddings
+
+    def check_whole(self, what: str) -> None:
+        raise UnsupportedError(
+            f"{what}, and the model of the table {self.name!r} is gone",
+            todo="Keep the model as long as its gradients, or take their values: weight.grad.coalesce().values().",
+        )
+
+    def averaged(self, gradient: torch.Tensor) -> None:
+        """Return nothing: no job goes on with it."""
+
+
 class RowGradient(torch.Tensor):
     """Is the gradient of a table: torch's own sparse tensor, which answers as a dense one does."""
 
-    _table: Table
+    # A weight holds its gradient where Python does not look for rings, so what holds the weight is not held here.
+    _to_table: ref[Table]
+    _gone: _Gone
+
+    @property
+    def _table(self) -> Table:
+        return self._to_table() or self._gone
 
     @staticmethod
     def of(gradient: torch.Tensor, table: Table) -> RowGradient:
@@ -98,8 +121,10 @@ class RowGradient(torch.Tensor):
         if rows is not gradient:
             gradient.data = rows
         gradient.__class__ = RowGradient
-        gradient._table = table  # type: ignore[attr-defined]
-        return gradient  # type: ignore[return-value]
+        made: RowGradient = gradient  # type: ignore[assignment]
+        made._gone = table if isinstance(table, _Gone) else _Gone(table.name, table.num_embeddings)
+        made._to_table = ref(table)
+        return made
 
     @classmethod
     @uncompiled
