@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from habits.habit import difference, plain
 from harness import run_job, values
 from inside import running_forwards
 from test_geo import Watched
@@ -387,6 +389,108 @@ def test_a_model_in_a_job_cannot_be_pickled(tmp_path: Path) -> None:
             torch.save(net, tmp_path / "model.pt")
 
     run_job(body, 1, 1)
+
+
+class Pair(torch.nn.Module):
+    """Two tables, which are looked up together as soon as that is foreseen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = torch.nn.Embedding(20, 2, sparse=True)
+        self.right = torch.nn.Embedding(20, 2, sparse=True)
+
+    def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.left(ids[..., 0]), self.right(ids[..., 1])
+
+
+def beside_torch(use: Callable[[Pair, torch.Tensor], Any]) -> None:
+    """Do the same with a model whose look-ups are foreseen and with a copy of it, which is torch's alone."""
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        model, ids = Pair(), torch.arange(10).view(5, 2)
+        fleet_.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+        fleet_.init_worker()
+        for _ in range(2):
+            model(ids)
+        found, expected = use(model, ids), use(copy.deepcopy(model), ids)
+        assert difference(plain(found), plain(expected)) is None
+
+    run_job(body, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "transformed",
+    [
+        lambda model, ids: torch.func.vmap(model)(ids),
+        lambda model, ids: torch.func.vmap(torch.func.vmap(model))(ids[None]),
+        lambda model, ids: torch.func.vmap(lambda each: model(each[None]))(ids),
+        lambda model, ids: torch.func.jacrev(lambda scale: model(ids)[0] * scale + model(ids)[1])(torch.ones(5, 2)),
+        lambda model, ids: torch.func.jvp(lambda x: x * model(ids)[1], (torch.ones(5, 2),), (torch.ones(5, 2),)),
+        lambda model, ids: (torch.func.vmap(model)(ids), model(ids), torch.func.vmap(model)(ids)),
+    ],
+)
+def test_forwards_that_torch_func_transforms(transformed: Callable[[Pair, torch.Tensor], Any]) -> None:
+    """Ids stand for others there."""
+    beside_torch(transformed)
+
+
+Hang = Callable[[Pair, Callable[[Any, Any], None]], object]
+
+
+def _hook(model: Pair, note: Callable[[Any, Any], None]) -> None:
+    model.left.weight.register_hook(lambda grad: note("left", grad is None))
+    model.right.weight.register_hook(lambda grad: note("right", grad is None))
+
+
+def _hook_that_computes(model: Pair, note: Callable[[Any, Any], None]) -> None:
+    model.left.weight.register_hook(lambda grad: grad * 2)
+    _hook(model, note)
+
+
+def _hook_after_it(model: Pair, note: Callable[[Any, Any], None]) -> None:
+    model.left.weight.register_post_accumulate_grad_hook(lambda p: note("left", p.grad is None))
+
+
+def _hook_of_all(model: Pair, note: Callable[[Any, Any], None]) -> None:
+    torch.autograd.graph.register_multi_grad_hook(
+        [*model.parameters()], lambda grads: note("both", [grad is None for grad in grads])
+    )
+
+
+def _hook_of_any(model: Pair, note: Callable[[Any, Any], None]) -> None:
+    weights = [*model.parameters()]
+    torch.autograd.graph.register_multi_grad_hook(weights, lambda grad: note("any", grad is None), mode="any")
+
+
+@pytest.mark.parametrize(
+    ("hang", "late"),
+    [
+        (_hook, False),
+        (_hook, True),
+        (_hook_that_computes, True),
+        (_hook_after_it, False),
+        (_hook_of_all, False),
+        (_hook_of_all, True),
+        (_hook_of_any, True),
+    ],
+)
+@pytest.mark.parametrize("part", [0, 1])
+def test_hooks_of_tables_to_which_a_backward_does_not_come(part: int, hang: Hang, late: bool) -> None:
+    """Several tables share a function of autograd, and hooks see nothing of that: be they there before the forward, or
+    come after it."""
+
+    def use(model: Pair, ids: torch.Tensor) -> Any:
+        noted: list[Any] = []
+        for _ in range(2):
+            if not late:
+                hang(model, lambda *told: noted.append(told))
+            rows = model(ids)
+            if late:
+                hang(model, lambda *told: noted.append(told))
+            rows[part].sum().backward()
+        return noted, model.left.weight.grad, model.right.weight.grad
+
+    beside_torch(use)
 
 
 def test_inputs_that_do_not_lie_in_memory_as_others_do() -> None:

@@ -180,7 +180,8 @@ def expand_by_torch(found: Sequence[Found]) -> list[torch.Tensor]:
 def _has_hooks(found: Found) -> bool:
     """Say whether hooks see the gradient: of a table beside which others have one they would be given None."""
     with torch._C.DisableTorchFunctionSubclass():
-        return found.weight is not None and bool(found.weight._backward_hooks)
+        weight = found.weight
+        return weight is not None and bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
 
 
 @uncompiled

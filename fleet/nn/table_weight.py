@@ -321,8 +321,13 @@ def _register_hook(func: Callable[..., Any], weight: torch.Tensor, hook: Callabl
 
 def _seeing_rows(weight: torch.Tensor, hook: Callable[..., Any]) -> Callable[..., Any]:
     table = table_of(weight)
+    counts = getattr(hook, "__module__", None) == torch.autograd.graph.__name__  # those of register_multi_grad_hook
 
-    def seeing(gradient: torch.Tensor) -> Any:
+    def seeing(gradient: torch.Tensor | None) -> Any:
+        if gradient is None:
+            # A function for several tables ran for others of them. In torch this one has its own, which would not
+            # have run; but hooks that wait for all gradients have counted this one.
+            return hook(None) if counts else None
         if gradient.layout is not torch.sparse_coo:
             return hook(gradient)
         other = hook(RowGradient.of(gradient, table))

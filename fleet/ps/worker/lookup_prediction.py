@@ -172,7 +172,7 @@ class LookupPrediction:
 
     @uncompiled
     def _begin(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        if not self._turns.is_fork:  # such a child asks for each table by itself
+        if self._watches():
             with self._turns:
                 self._predict(module, args, kwargs)
 
@@ -200,9 +200,14 @@ class LookupPrediction:
 
     @uncompiled
     def _end(self, module: torch.nn.Module, _args: Any, output: Any) -> None:
-        if not self._turns.is_fork:
+        if self._watches():
             with self._turns:
                 self._look_back(module, output)
+
+    def _watches(self) -> bool:
+        """Say whether this forward looks rows up: a forked child asks for each table by itself, and what torch.func
+        transforms is given all values of a table, while ids may stand for others there."""
+        return not self._turns.is_fork and not torch._C._are_functorch_transforms_active()
 
     def _look_back(self, module: torch.nn.Module, output: Any) -> None:
         place = self._place(module)
