@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from harness import PATIENT, Job, run_job
-from inside import take_fresh
+from inside import flush, take_fresh, worker_of
 from patience import PATIENCE_S
 
 import fleet.nn
@@ -185,6 +186,34 @@ def test_a_full_queue_holds_the_user_up_and_drops_nothing(
     network.release()
     job.join(threads)
     assert job.errors == {}
+
+
+def test_a_step_that_is_interrupted_where_it_waits_for_room_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not counted, and what goes with it, such as the state of the worker's own objects, goes with the next."""
+
+    def interrupted(self: Communicator) -> None:
+        raise KeyboardInterrupt
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        table = torch.nn.Embedding(3, 1, sparse=True, _weight=torch.zeros(3, 1))
+        optimizer = fleet_.distributed_optimizer(
+            torch.optim.SGD(table.parameters(), lr=1.0), StrategyFactory.create_async_strategy(), model=table
+        )
+        fleet_.init_worker()
+        optimizer.minimize(table(torch.arange(3)).sum())
+        worker_of(fleet_).own_states.send_with_step(np.array([7], np.uint8))
+        with monkeypatch.context() as patch:
+            patch.setattr(Communicator, "_await_room", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.minimize(table(torch.arange(3)).sum())
+        assert worker_of(fleet_).progress.taken == 1
+        assert worker_of(fleet_).own_states.take() == 7
+        optimizer.step()
+        assert worker_of(fleet_).progress.taken == 2
+        flush(fleet_)
+        assert table(torch.arange(3)).tolist() == [[-2.0]] * 3
+
+    run_job(body)
 
 
 class Sent:

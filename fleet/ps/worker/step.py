@@ -319,15 +319,10 @@ class RemoteTraining:
         return None if merged is None else self._made(merged)
 
     def _leave_to(self, communicator: Communicator, update: Callable[[], None] | None) -> None:
-        if update is None:
-            gradients = self._gradients.take_along()
-            with self._figures.push:
-                communicator.put(gradients)
-        else:
-            with self._figures.push:
-                communicator.await_room()
-            with uninterrupted():  # or rows would not take the step that the parameters have taken
-                communicator.put(self._gradients.take_along(update))
+        with self._figures.push:
+            communicator.await_room()  # before the step is taken: what interrupts this leaves it untaken
+        with uninterrupted():  # or it would be counted and not sent, or rows not take what the parameters have taken
+            communicator.put(self._gradients.take_along(update))
         with uninterrupted():  # what was fetched is given out once
             fresh = communicator.fresh()
             if fresh is not None:
