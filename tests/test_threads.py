@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -384,3 +387,65 @@ def test_a_thread_beside_that_outlives_the_job() -> None:
     (failure,) = Job(body).run()
     assert isinstance(failure, StateError)
     assert "after the job ended for this worker" in str(failure)
+
+
+class Alarms:
+    """Have a signal's handler raise at the n-th line that this thread runs of a file of Fleet."""
+
+    def __init__(self, file: str, at: int) -> None:
+        self.file = file
+        self.left = at
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
+        if not frame.f_code.co_filename.endswith(self.file):
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                signal.raise_signal(signal.SIGALRM)
+        return self
+
+
+def run_into(alarms: Alarms, call: Callable[[], object]) -> None:
+    def raises(*_: object) -> None:
+        raise TimeoutError
+
+    handler, before = signal.signal(signal.SIGALRM, raises), sys.gettrace()
+    sys.settrace(alarms)
+    try:
+        call()
+    except TimeoutError:
+        pass
+    finally:
+        sys.settrace(before)
+        signal.signal(signal.SIGALRM, handler)
+
+
+CALLS: dict[str, Callable[[Fleet, Net, Any], object]] = {
+    "step": lambda _, model, optimizer: step(model, optimizer),
+    "state_dict": lambda fleet_, model, _: fleet_.state_dict(model),
+    "barrier": lambda fleet_, _, __: fleet_.barrier_worker(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_that_a_signal_ended_leaves_its_turn_to_others(call: str) -> None:
+    """Wherever its handler raises, also as a turn is taken or given back."""
+    alone = Fleet(environ={})
+    alone.init()
+    model, optimizer = join(alone)
+    at, is_hit = 0, True
+    try:
+        while is_hit:
+            at += 1
+            alarms = Alarms("turns.py", at)
+            run_into(alarms, lambda: CALLS[call](alone, model, optimizer))
+            is_hit = alarms.left <= 0
+            beside = threading.Thread(target=alone.state_dict, args=(model,), daemon=True)
+            beside.start()
+            beside.join(PATIENCE_S)
+            assert not beside.is_alive(), f"another thread waits for a turn that was interrupted at line {at}"
+            CALLS[call](alone, model, optimizer)
+    finally:
+        alone.stop_worker()
+    assert at > 2

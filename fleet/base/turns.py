@@ -10,8 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from types import TracebackType
+from contextlib import AbstractContextManager, contextmanager
 from typing import Generic, TypeVar
 
 from fleet.errors import StateError
@@ -20,34 +19,29 @@ T = TypeVar("T")
 
 
 class Turns:
-    """``with turns:`` is one call's turn. It may contain further ones of the same thread."""
+    """``with turns.take():`` is one call's turn. It may contain further ones of the same thread."""
 
     def __init__(self) -> None:
         self._turn = threading.RLock()
-        self._depth = 0  #: how many calls are in it, each in the one before
         # Not the turn of all calls: while one thread waits for the other workers, another may have to train for them.
         self._meeting = threading.RLock()
         self._process = os.getpid()
         self._trainer = threading.current_thread()
 
-    def __enter__(self) -> None:
+    def take(self) -> AbstractContextManager[bool]:
+        """Return what is one call's turn. It is the lock itself: a signal whose handler raises may come as a method of
+        ours begins, also as one that gives a turn back, and other threads would wait for that turn for ever."""
         self.refuse_fork("this call")  # a thread that the fork does not have may have the turn for good
-        self._turn.__enter__()
-        self._depth += 1
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._depth -= 1
-        self._turn.__exit__(kind, error, at)
+        return self._turn
 
     @contextmanager
     def if_free(self) -> Iterator[bool]:
         """Take a turn if no call is under way, this thread's own included; tell whether it was taken."""
-        has_turn = self._turn.acquire(blocking=False)
-        try:
-            yield has_turn and not self._depth
-        finally:
-            if has_turn:
-                self._turn.release()
+        if _is_mine(self._turn):
+            yield False
+        else:
+            with _taken_if_free(self._turn) as is_free:
+                yield is_free
 
     def train(self) -> None:
         """Note that the calling thread takes a step."""
@@ -68,12 +62,11 @@ class Turns:
     @contextmanager
     def meeting_if_free(self) -> Iterator[bool]:
         """Tell whether no other thread is in a call in which all workers meet; none can begin one meanwhile."""
-        is_free = self._meeting.acquire(blocking=False)
-        try:
-            yield is_free
-        finally:
-            if is_free:
-                self._meeting.release()
+        if _is_mine(self._meeting):
+            yield True
+        else:
+            with _taken_if_free(self._meeting) as is_free:
+                yield is_free
 
     def refuse_other_thread(self, call: str) -> None:
         """Refuse a call that needs the whole state of a training to stand still, if another thread goes on with it."""
@@ -102,6 +95,21 @@ class Turns:
                 expected=f"the process that called init_worker(), {self._process}",
                 todo="Call it there. A forked child may look rows up; who is to train needs a place in the job.",
             )
+
+
+def _is_mine(lock: threading.RLock) -> bool:
+    """Say whether the calling thread has the lock."""
+    return bool(lock._is_owned())  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _taken_if_free(lock: threading.RLock) -> Iterator[bool]:
+    """Take a lock that the calling thread does not have, unless another one has it; tell whether it was taken."""
+    try:
+        yield lock.acquire(blocking=False)
+    finally:
+        if _is_mine(lock):  # also where a signal's handler raised just as it was taken
+            lock.release()
 
 
 class PerThread(threading.local, Generic[T]):

@@ -305,9 +305,9 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
 
     # ---------------------------------------------------------------- state
 
-    def undisturbed(self, call: str) -> AbstractContextManager[None]:
+    def undisturbed(self, call: str) -> AbstractContextManager[Any]:
         """Surround what is one call to the user; no other thread of this process trains on between its parts."""
-        return self._running_worker(call).turns
+        return self._running_worker(call).turns.take()
 
     def begin_saving(
         self, dirname: object, mode: object, own: Bytes | None = None, wanted: str = "", *, or_full: bool = False
@@ -334,7 +334,7 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
     def keep_state(self, state: object) -> None:
         worker = self._running_worker("keep_state()")
         data = encoded(state)
-        with worker.turns:
+        with worker.turns.take():
             worker.finish_interrupted("keep_state()")
             worker.own_states.send_with_step(data)
 

@@ -110,6 +110,9 @@ class RLock:
     def locked(self) -> bool:
         return self._lock.locked()
 
+    def _is_owned(self) -> bool:
+        return self._lock._owner is scheduler().check()
+
     def let_go(self) -> int:
         depth, self._depth = self._depth, 0
         self._lock.release()

@@ -70,6 +70,6 @@ class Barrier:
         progress.gathered, self._in_doubt = number, None
         progress.notice([reply])
         if progress.replaced and not self._turns.is_other_thread:  # else the training thread's next step does it
-            with self._turns:
+            with self._turns.take():
                 self._reload()
         return reply.tensors[0] if reply.tensors else None

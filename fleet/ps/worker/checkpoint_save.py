@@ -237,7 +237,7 @@ class CheckpointStates:
         """Hand over this worker's state; after the ``last`` one nobody waits for another."""
         if self._worker.stopped:
             return
-        with self._worker.turns:
+        with self._worker.turns.take():
             self._worker.finish_interrupted("Checkpoints")
             if name:
                 self._own_states.give(name, state, last=last)

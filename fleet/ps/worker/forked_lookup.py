@@ -40,12 +40,12 @@ class ForkedReader:
 
     def lookup(self, wanted: Sequence[Wanted], held: HeldRows | None) -> list[Lookup]:
         self._check(any(each.training for each in wanted))
-        with self.turns:
+        with self.turns.take():
             return self._rows.lookup(wanted, self._progress.completed, held)
 
     def whole(self, handle: TableHandle, held: HeldRows | None, most_bytes: int) -> torch.Tensor:
         self._check(True)
-        with self.turns:
+        with self.turns.take():
             return self._rows.whole(handle, self._progress.completed, held, most_bytes)
 
     def _check(self, training: bool) -> None:

@@ -173,7 +173,7 @@ class LookupPrediction:
     @uncompiled
     def _begin(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if self._watches():
-            with self._turns:
+            with self._turns.take():
                 self._predict(module, args, kwargs)
 
     def _predict(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
@@ -201,7 +201,7 @@ class LookupPrediction:
     @uncompiled
     def _end(self, module: torch.nn.Module, _args: Any, output: Any) -> None:
         if self._watches():
-            with self._turns:
+            with self._turns.take():
                 self._look_back(module, output)
 
     def _watches(self) -> bool:

@@ -49,7 +49,7 @@ def state_dict(worker: WorkerRuntime, model: torch.nn.Module, *, tables: bool) -
     def collector(handle: TableHandle, spec: TableSpec, seed: int, count: int) -> Collector:
         return SortedRows(spec, count) if spec.num_embeddings is None else AllRows(handle, spec, seed)
 
-    with worker.turns:
+    with worker.turns.take():
         worker.finish_interrupted("state_dict()")
         worker.flush()
         state = export.state_in_job(model, worker.trained.parts()[1])
@@ -69,7 +69,7 @@ def save_inference_model(worker: WorkerRuntime, dirname: str, model: torch.nn.Mo
         facts = {key: _facts(handle) for key, handle in export.remote_tables(state).items()}
         export.save(dirname, model, learn, facts, example_inputs, {})
 
-    with worker.turns:
+    with worker.turns.take():
         worker.finish_interrupted("save_inference_model()")
         worker.flush()
         once(worker, worker.progress.name_of_call(f"save_inference_model({dirname!r})"), write, by_anyone=True)

@@ -28,7 +28,7 @@ from fleet.ps.worker.upload import replace
 
 def load(worker: WorkerRuntime, dirname: object) -> None:
     where = place_at(dirname).url
-    with worker.turns:
+    with worker.turns.take():
         _load(worker, dirname, where)
 
 
@@ -60,7 +60,7 @@ def _load(worker: WorkerRuntime, dirname: object, where: str) -> None:
 def load_own_state(worker: WorkerRuntime, state: object) -> bool:
     """Give the worker's own objects what the job has of them; return whether it has anything."""
     check_state(state)
-    with worker.turns:
+    with worker.turns.take():
         worker.finish_interrupted("load_state()")
         data = worker.following(worker.own_states.recall)
     if data is not None:
@@ -75,7 +75,7 @@ def load_state(worker: WorkerRuntime, model: object, state: object) -> None:
         raise ArgumentTypeError("model must be a torch.nn.Module", got=type(model).__name__)
     if not isinstance(state, Mapping):
         raise ArgumentTypeError("state must be a dict of tensors by name", got=type(state).__name__)
-    with worker.turns:
+    with worker.turns.take():
         _load_state(worker, model, state)
 
 

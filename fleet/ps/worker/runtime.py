@@ -322,7 +322,7 @@ class WorkerRuntime:
 
     def extend(self) -> None:
         """Tell the servers of parameters that joined the optimizers. Every worker does, after the same step."""
-        with self.turns:
+        with self.turns.take():
             self._extend()
 
     def _extend(self) -> None:
@@ -370,7 +370,7 @@ class WorkerRuntime:
 
     def _follow(self) -> None:
         """Go over to where the job is now; stay, if its move was given up."""
-        with self.turns:
+        with self.turns.take():
             hops = self._take_way()
             if hops:
                 self._go_over(hops)
@@ -468,7 +468,7 @@ class WorkerRuntime:
         return self._training.during_backward()
 
     def step(self) -> None:
-        with self.turns:
+        with self.turns.take():
             try:
                 self.following(self._prepare_step)
                 self.trained.outdate_whole_tables()
@@ -504,7 +504,7 @@ class WorkerRuntime:
         self._step_here(update, if_finite=True)
 
     def _step_here(self, update: Callable[[], None], *, if_finite: bool = False) -> None:
-        with self.turns:
+        with self.turns.take():
             try:
                 self.following(self._prepare_step)
                 self.trained.outdate_whole_tables()
@@ -566,7 +566,7 @@ class WorkerRuntime:
 
     def finish_interrupted(self, call: str) -> None:
         """Finish what was interrupted, before anything else happens in a call's turn."""
-        with self.turns:  # what another thread has under way is not interrupted
+        with self.turns.take():  # what another thread has under way is not interrupted
             self.following(lambda: self._finish_interrupted(call))
 
     def _finish_interrupted(self, call: str) -> None:
@@ -610,7 +610,7 @@ class WorkerRuntime:
     def lookup(self, wanted: Sequence[Wanted]) -> list[Lookup]:
         if self.turns.is_fork:
             return self._forked_reader().lookup(wanted, self.replica)
-        with self.turns:
+        with self.turns.take():
             found = self.following(lambda: self._look_up(wanted))
             if self._prediction is not None:
                 self._prediction.observe(wanted)
@@ -644,7 +644,7 @@ class WorkerRuntime:
         at_once = min(WHOLE_BYTES, self._settings.security.max_message_bytes // 2)
         if self.turns.is_fork:
             return self._forked_reader().whole(handle, self.replica, at_once)
-        with self.turns:
+        with self.turns.take():
             self.finish_interrupted("a look at all rows")
             self._training.wait_until_sent()  # what is changed in them begins with all that this worker has done
 
@@ -666,7 +666,7 @@ class WorkerRuntime:
 
     def prefetch(self, wanted: Sequence[Wanted], steps: int) -> dict[int, Prefetched]:
         """Begin to fetch what a forward will ask for after so many more ``steps``."""
-        with self.turns:
+        with self.turns.take():
             self.finish_interrupted("prefetch()")
 
             def begin() -> dict[int, Prefetched]:
@@ -678,7 +678,7 @@ class WorkerRuntime:
 
     def offer(self, prefetched: Mapping[int, Prefetched], by: object) -> None:
         """Let forwards use this from now on, and nothing that was offered before."""
-        with self.turns:
+        with self.turns.take():
             self.rows.offer(prefetched, by)
 
     def give_up(self, work: Callable[[], None], *, is_here: bool) -> None:
@@ -708,7 +708,7 @@ class WorkerRuntime:
 
     def foresee(self, look_ahead: LookAhead, prepared: Prepared, steps: int) -> Coming:
         """Begin to bring to a device what a forward will ask for after so many more ``steps``."""
-        with self.turns:
+        with self.turns.take():
             self.finish_interrupted("prefetch()")
 
             def begin() -> Coming:
@@ -720,7 +720,7 @@ class WorkerRuntime:
 
     def bring(self, look_ahead: LookAhead, coming: Coming, later: Iterable[Coming], by: object) -> None:
         """Let forwards use what has come for one batch, and copy what is there of ``later`` ones."""
-        with self.turns:
+        with self.turns.take():
             self.finish_interrupted("prefetch()")
             self.rows.offer(self.following(lambda: look_ahead.arrive(coming, self.progress.completed)), by)
             for each in later:
@@ -735,7 +735,7 @@ class WorkerRuntime:
 
     def barrier(self) -> None:
         """Return when every worker has come here."""
-        with self.turns:
+        with self.turns.take():
             self.finish_interrupted("barrier_worker()")
             self.following(self.flush)  # what this worker computed is applied when the others have passed the barrier
         self._gather("barrier_worker()", BARRIER)
@@ -745,7 +745,7 @@ class WorkerRuntime:
         given."""
 
         def meet(op: str, mine: UserValue) -> WireTensor:
-            with self.turns:
+            with self.turns.take():
                 self.finish_interrupted(call)
             tensor = self._gather(call, op, mine.dtype, mine.wire())
             assert tensor is not None
@@ -763,7 +763,7 @@ class WorkerRuntime:
     # ---------------------------------------------------------------- what happened
 
     def summary(self) -> dict[str, Any]:
-        with self.turns:
+        with self.turns.take():
             self.finish_interrupted("summary()")
             replies = self.following(lambda: self.connections.ask("summary", survey=pb.Survey()))
             surveys = [reply.message.about for reply in replies]
@@ -798,7 +798,7 @@ class WorkerRuntime:
             self.abort(f"its job had already failed{told}, and its script went on to stop_worker()")
             return
         try:
-            with self.turns:
+            with self.turns.take():
                 self.finish_interrupted("stop_worker()")
                 self._flush_or_abort()
                 if self._dense is not None:

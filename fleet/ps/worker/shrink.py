@@ -13,7 +13,7 @@ from fleet.ps.worker.runtime import WorkerRuntime
 
 
 def shrink(worker: WorkerRuntime) -> None:
-    with worker.turns:
+    with worker.turns.take():
         worker.finish_interrupted("shrink()")
         worker.flush()
 
