@@ -975,6 +975,56 @@ def test_what_holds_signals_back_lets_them_through_behind(number: int) -> None:
         signal.signal(number, before)
 
 
+@pytest.mark.parametrize(("first", "then"), [(signal.SIGALRM, signal.SIGUSR1), (signal.SIGUSR1, signal.SIGALRM)])
+@pytest.mark.usefixtures("_handled")
+def test_a_signal_that_was_held_back_is_heard_though_another_comes(first: int, then: int) -> None:
+    """At any line behind the work, but where the first one's handler is being called: there Python has it so too."""
+    before = {number: signal.getsignal(number) for number in (first, then)}
+    heard: list[int] = []
+    at, left = 0, -1
+    is_behind = False
+
+    def hears(number: int, _: object) -> None:
+        heard.append(number)
+        raise KeyboardInterrupt
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal left
+        if not frame.f_code.co_filename.endswith("interruption.py"):
+            return None
+        if event == "line" and is_behind and "told" not in linecache.getline(frame.f_code.co_filename, frame.f_lineno):
+            left -= 1
+            if left == 0:
+                signal.raise_signal(then)
+        return trace
+
+    def work() -> None:
+        nonlocal is_behind
+        with uninterrupted():
+            signal.raise_signal(first)
+            is_behind = True
+
+    own = sys.gettrace()
+    try:
+        while left <= 0:
+            for number in before:
+                signal.signal(number, hears)
+            at, left, is_behind = at + 1, at + 1, False
+            heard.clear()
+            sys.settrace(trace)
+            try:
+                with pytest.raises(KeyboardInterrupt):
+                    work()
+            finally:
+                sys.settrace(own)
+            assert sorted(heard) == sorted([first, then] if left <= 0 else [first]), at
+            assert all(signal.getsignal(number) is hears for number in before), at
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert at > 9, "it has more lines"
+
+
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_the_optimizer_of_a_job_is_not_copied(copied: Callable[[Any], Any]) -> None:
     """A copy would be none of the job's, and lack what it was made of."""

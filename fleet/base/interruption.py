@@ -47,22 +47,21 @@ def uninterrupted() -> Iterator[None]:
             _signal.signal(number, later)
         yield
     finally:
-        rest = [*held]
-        while rest:
+        rest, is_over = [*held], False
+        while not is_over:
             try:
                 while rest:
                     number, handler, later = rest[-1]
                     if _signal.getsignal(number) is later:  # else another one was set inside
                         _signal.signal(number, handler)
                     rest.pop()
-            except BaseException as error:  # that of another signal's handler, which is run first
+                for _, handler, later in held:
+                    told, later.heard = later.heard, None
+                    if told is not None:
+                        handler(*told)
+                is_over = True
+            except BaseException as error:  # of one of them, or of another signal that comes only now
                 raised = error
-        for _, handler, later in held:
-            if later.heard is not None:
-                try:
-                    handler(*later.heard)
-                except BaseException as error:
-                    raised = error
         if raised is not None:
             raise raised
 
