@@ -573,6 +573,47 @@ def test_a_grad_scaler_skips_a_step_for_all(net: Net, where: str) -> None:
     assert scale == (16.0 if where == "by hand" else 8.0), "each scaler sees its own gradients before they are averaged"
 
 
+def _more_without_sync(optimizer: Any, model: Net, step: int, worker: int) -> None:
+    model.loss(step, worker).backward()
+    with optimizer.no_sync():
+        model.loss(step + 10, worker).backward()
+
+
+def _all_without_sync(optimizer: Any, model: Net, step: int, worker: int) -> None:
+    model.loss(step + 10, worker).backward()
+    optimizer.zero_grad()
+    with optimizer.no_sync():
+        model.loss(step, worker).backward()
+
+
+def _assigned(optimizer: Any, model: Net, step: int, worker: int) -> None:
+    model.loss(step + 10, worker).backward()
+    params = [*model.dense.parameters()]
+    for param, grad in zip(params, torch.autograd.grad(model.loss(step, worker), params), strict=True):
+        param.grad = grad
+
+
+@pytest.mark.parametrize("backward", [_more_without_sync, _all_without_sync, _assigned])
+def test_what_comes_after_an_averaged_backward_is_averaged_too(net: Net, backward: Any) -> None:
+    def body(dense: str) -> Any:
+        def train(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
+            model = copy.deepcopy(net)
+            plain = torch.optim.SGD(model.parameters(), 0.1)
+            optimizer = fleet_.distributed_optimizer(plain, sync(dense=dense), model=model)
+            fleet_.init_worker()
+            for step in range(3):
+                optimizer.zero_grad()
+                backward(optimizer, model, step, worker)
+                optimizer.step()
+            return model.seen()
+
+        return train
+
+    whole, _ = run_job(body("servers"), 2)
+    for got in run_job(body("all_reduce"), 2):
+        assert_close(got, whole)
+
+
 def test_buffers_are_the_first_worker_s(net: Net) -> None:
     def body(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
         model = copy.deepcopy(net)

@@ -74,6 +74,8 @@ class Reducer:
         self._turns = turns
         self.enabled = True
         self._taking_part = True
+        #: whether gradients have come since the last round that are in none
+        self.has_more = False
         self._is_open = self._is_in_round = False
         self._is_settled = False
         self._seen: set[int] = set()
@@ -139,6 +141,8 @@ class Reducer:
             if not self._is_open:
                 self._open()
             self._seen.add(index)
+        else:
+            self.has_more = True
 
     def _enter_round(self) -> None:
         self._turns.refuse_fork("backward()")
@@ -246,6 +250,7 @@ class Reducer:
             self._group.count_round()
             self._on_round(done)
             self._leave_round()
+            self.has_more = False
 
     def _leave_round(self) -> None:
         self._is_in_round = False

@@ -31,7 +31,7 @@ class LoneReducer:
     """Stands where there is no other worker to average with: a round changes no gradient, and is as long as a step."""
 
     was_interrupted = is_taken_over = lacks_some = False
-    is_fresh = True
+    is_fresh = has_averaged_all = True
     watched = 0
 
     def __init__(
@@ -99,6 +99,8 @@ class LastingReducer(Reducer):
         self._is_plain = False
         #: whether the last round was over elsewhere, and its step was taken over
         self.is_taken_over = False
+        #: what the last round has left in ``.grad``
+        self._averaged: list[torch.Tensor | None] = []
 
     @property
     def is_outdated(self) -> bool:
@@ -111,6 +113,13 @@ class LastingReducer(Reducer):
         return any(param.requires_grad or param.grad is not None for param in self._others)
 
     @property
+    def has_averaged_all(self) -> bool:
+        """Say whether gradients are what the last round has left: no backward has added to them outside of rounds, and
+        the script has put no others in their place."""
+        grads = zip(self._every, self._averaged, strict=False)
+        return not self.has_more and all(param.grad is averaged for param, averaged in grads)
+
+    @property
     def is_fresh(self) -> bool:
         """Say whether no round of buckets has been in it, and it has all parameters that require a gradient."""
         return not self._is_settled and not any(param.requires_grad for param in self._others)
@@ -119,6 +128,7 @@ class LastingReducer(Reducer):
         self._lasting.is_unfinished |= self._is_open
         super().close()
         self._pending.clear()
+        self._averaged = []
 
     # ---------------------------------------------------------------- within a backward
 
@@ -272,6 +282,7 @@ class LastingReducer(Reducer):
         # Where some worker has a gradient that was in no bucket all average once more, and everything.
         if self._is_plain or self._lasting.has_buckets:
             super()._leave_round()
+            self._averaged = [param.grad for param in self._every]
         self._lasting.advance()
 
     def _read_census(self, counted: Sequence[float], divided_by: int, of: Sequence[torch.nn.Parameter]) -> Round:

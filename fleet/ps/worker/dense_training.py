@@ -298,9 +298,9 @@ class DenseTraining:
         has_averaged = self.group.rounds != self._rounds_before or reducer.is_taken_over
         if reducer.was_interrupted or (self._is_unaveraged and not has_averaged):
             raise interrupted(f"worker {self._worker}")
-        if not has_averaged:
+        if not has_averaged or not (reducer.has_averaged_all or reducer.is_taken_over):
             reducer.check_watching()
-            self._run_round(taking_part=True)  # nothing was averaged since the last step
+            self._run_round(taking_part=True)  # what there is was not averaged since the last step, or not all of it
         if reducer.is_taken_over:
             self._giver = None  # what it has given has come with that
         else:
