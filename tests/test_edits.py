@@ -25,6 +25,7 @@ from test_parity_dense import OPTIMIZERS
 from fleet import Fleet
 from fleet.errors import ProtocolError, UnsupportedError
 from fleet.numeric.tensors import WireTensor
+from fleet.ps.server.replacement import Replacement
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.loopback import LoopbackNetwork
@@ -948,7 +949,129 @@ def test_another_worker_s_rows_that_it_still_holds_stay_until_its_step() -> None
     for index, got in enumerate(run_job(body, 2, 2)):
         edited = torch.zeros(5, 2)
         edited[1:3] = 5.0 * index
-        assert_close(got, [torch.zeros(5, 2), edited, torch.full((5, 2), -1.0)])
+        assert_close(got, [edited, edited, torch.full((5, 2), -1.0)])
+
+
+@pytest.mark.parametrize("dense", ["servers", "all_reduce"])
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_when_all_workers_change_rows_the_job_is_that_of_one_that_does(workers: int, dense: str) -> None:
+    """Each finds its own changes in look-ups, and in the weight, before its next step."""
+
+    def body(fleet: Fleet, index: int) -> list[torch.Tensor]:
+        model = copy.deepcopy(TABLES)
+        adagrad = torch.optim.Adagrad(model.parameters(), lr=0.1)
+        strategy = StrategyFactory.create_sync_strategy(dense=dense)
+        optimizer = fleet.distributed_optimizer(adagrad, strategy, model=model)
+        fleet.init_worker()
+        seen = []
+        for step in range(STEPS):
+            rows_assign(model, step)
+            seen += [model.users(torch.arange(30)).detach(), model.items.weight.detach().clone()]
+            optimizer.zero_grad()
+            table_loss(model, step, index).backward()
+            optimizer.step()
+        return [*seen, model.users(torch.arange(30)).detach(), *values(model.line)]
+
+    alone = copy.deepcopy(TABLES)
+    optimizer = torch.optim.Adagrad(alone.parameters(), lr=0.1)
+    expected = []
+    for step in range(STEPS):
+        rows_assign(alone, step)
+        expected += [alone.users(torch.arange(30)).detach(), alone.items.weight.detach().clone()]
+        optimizer.zero_grad()
+        for worker in range(workers):
+            (table_loss(alone, step, worker) / workers).backward()
+        optimizer.step()
+    for got in run_job(body, workers, 2):
+        assert_close(got, [*expected, alone.users(torch.arange(30)).detach(), *values(alone.line)])
+
+
+@pytest.mark.parametrize("dense", ["servers", "all_reduce"])
+def test_rows_that_the_first_worker_changes_are_nobody_else_s_before_the_step(
+    dense: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_up, has_come = threading.Event(), threading.Event()
+    edit = Replacement.edit
+
+    def edited(*args: Any) -> None:
+        edit(*args)
+        has_come.set()
+
+    monkeypatch.setattr(Replacement, "edit", edited)
+
+    def body(fleet: Fleet, index: int) -> list[torch.Tensor]:
+        model = torch.nn.ModuleDict(
+            {"t": torch.nn.Embedding(5, 2, sparse=True, _weight=torch.zeros(5, 2)), "line": torch.nn.Linear(2, 1)}
+        )
+        sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer = fleet.distributed_optimizer(sgd, StrategyFactory.create_sync_strategy(dense=dense), model=model)
+        fleet.init_worker()
+        seen = []
+
+        def look() -> None:
+            with torch.no_grad():
+                seen.append(model["t"](torch.arange(5)).clone())
+
+        if index == 0:
+            model["t"].weight.data.fill_(5.0)
+            look()
+            looked_up.set()
+        else:
+            assert looked_up.wait(PATIENCE_S)
+            look()
+        model["line"](torch.ones(1, 2)).sum().backward()  # in which workers may meet
+        if index:
+            # Where they meet in a step of their own the first is not there before this one comes.
+            assert dense == "all_reduce" or has_come.wait(PATIENCE_S)
+            look()
+        optimizer.step()
+        look()
+        return seen
+
+    zeros, fives = torch.zeros(5, 2), torch.full((5, 2), 5.0)
+    first, second = run_job(body, 2, 1)
+    assert has_come.is_set()
+    assert_close(first, [fives, fives])
+    assert_close(second, [zeros, zeros, fives])
+
+
+def test_rows_that_were_changed_need_no_worker_that_is_gone() -> None:
+    def body(fleet: Fleet, index: int) -> torch.Tensor | None:
+        model = torch.nn.ModuleDict({"t": torch.nn.Embedding(5, 2, sparse=True, _weight=torch.zeros(5, 2))})
+        optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model=model)
+        fleet.init_worker()
+        fleet.barrier_worker()
+        if index:
+            return None  # and stops, whether the other waits already or not
+        model["t"].weight.data.fill_(5.0)
+        optimizer.minimize(model["t"](torch.arange(5)).sum())
+        return model["t"](torch.arange(5)).detach()
+
+    got, _ = run_job(body, 2, 2)
+    assert_close([got], [torch.full((5, 2), 4.0)])
+
+
+@pytest.mark.parametrize("journal_bytes", [None, 1])
+def test_servers_that_are_killed_keep_rows_that_were_changed(
+    tmp_path: Path, journal_bytes: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "RETRY_PAUSE_S", 0.002)
+
+    def body(fleet: Fleet, index: int) -> list[torch.Tensor]:
+        model = copy.deepcopy(TABLES)
+        optimizer = fleet.distributed_optimizer(torch.optim.Adagrad(model.parameters(), lr=0.1), model=model)
+        fleet.init_worker()
+        for step in range(STEPS):
+            rows_assign(model, step)
+            optimizer.minimize(table_loss(model, step, index))
+        return [model.users(torch.arange(30)).detach(), model.items.weight.detach().clone(), *values(model.line)]
+
+    more = {} if journal_bytes is None else {"journal_bytes": journal_bytes}
+    job = DyingJob(body, tmp_path, plan=every(3, 1), **more)
+    got = job.run()
+    assert job.kills > 8
+    for ours, theirs in zip(got, run_job(body, 2, 2), strict=True):
+        assert alike(ours, theirs)
 
 
 @pytest.mark.parametrize("is_held", [False, True])

@@ -501,7 +501,7 @@ def test_other_messages_are_another_protocol() -> None:
     raises it, and writes both down here."""
     text = Path(fleet.ps.wire.__path__[0], "fleet.proto").read_text()
     said = " ".join(re.sub("//.*", "", text).split())  # comments and layout do not travel
-    assert {plan.PROTOCOL: hashlib.sha256(said.encode()).hexdigest()[:16]} == {4: "9776047cceed9068"}
+    assert {plan.PROTOCOL: hashlib.sha256(said.encode()).hexdigest()[:16]} == {5: "6db86ebdf6c5782b"}
 
 
 def test_the_fingerprint_covers_the_placement(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from fleet.plan.specs import DTYPES, JobSpec, ParamSpec
 
 #: What workers, servers and followers say to each other. It goes into the fingerprint, so that those of releases that
 #: say it otherwise do not go on with each other.
-PROTOCOL = 4
+PROTOCOL = 5
 
 
 @dataclass(frozen=True)

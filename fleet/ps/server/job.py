@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -101,6 +101,8 @@ class Rounds:
     pushed: dict[tuple[int, int], Contribution] = field(default_factory=dict)
     #: gradients that came ahead of their pushes
     ahead: EarlyGradients = field(default_factory=EarlyGradients)
+    #: what writes rows that a script has changed, before the round that is open is applied
+    edits: list[Callable[[], None]] = field(default_factory=list)
     #: pulls that came before the initial values, with the version they need
     early: list[tuple[int, Waiting]] = field(default_factory=list)
     #: ticket -> the request that the gate or a gathering holds back

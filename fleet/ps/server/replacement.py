@@ -1,6 +1,7 @@
 """Other values for a running job, a checkpoint that is read beside the training or uploads: they come first, and are
 taken over when every server has them. Until then they change nothing. What a worker's script has changed by itself,
-some elements of parameters and some rows, holds at once.
+some elements of parameters and some rows, holds at once; rows that belong to a step wait for its round, as until then
+other workers look rows up.
 """
 
 from __future__ import annotations
@@ -52,12 +53,20 @@ class Replacement:
             raise ProtocolError("an edit came before the initial values", where=job.where)
         if upload.rows:
             check_upload(shard, upload, tensors)
-            write_upload(shard, upload, tensors)
+
+            def write() -> None:
+                write_upload(job.held(), upload, tensors)
+                job.rounds.forget_values()
+
+            if upload.with_step and job.policy.shares_steps:
+                job.rounds.edits.append(write)
+            else:
+                write()
         elif len(upload.blocks) != 1 or len(tensors) != 2:
             raise ProtocolError("an edit of parameters is of one block, and has marks and values", where=job.where)
         else:
             shard.dense.edit(upload.blocks[0], tensors[0].numpy(), tensors[1].torch())
-        job.rounds.forget_values()
+            job.rounds.forget_values()
         arrival.answer(pb.Reply())
 
     def load(self, job: Job, arrival: Arrival) -> None:
@@ -127,6 +136,7 @@ class Replacement:
             what = f"server {job.where} could not go on from other values"
             self._end.fail(JobAbortedError(what, got=str(error)), job, outbox)
             raise
+        job.rounds.edits.clear()
         background.take(attempt)
         job.progress.replaced()
         job.rounds.forget_values()

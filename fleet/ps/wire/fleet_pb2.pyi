@@ -711,18 +711,20 @@ class Unfollow(_message.Message):
     def __init__(self) -> None: ...
 
 class Upload(_message.Message):
-    __slots__ = ["anew", "blocks", "edit", "rows", "table"]
+    __slots__ = ["anew", "blocks", "edit", "rows", "table", "with_step"]
     ANEW_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     EDIT_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
+    WITH_STEP_FIELD_NUMBER: _ClassVar[int]
     anew: bool
     blocks: _containers.RepeatedScalarFieldContainer[int]
     edit: bool
     rows: bool
     table: int
-    def __init__(self, blocks: _Optional[_Iterable[int]] = ..., rows: bool = ..., table: _Optional[int] = ..., anew: bool = ..., edit: bool = ...) -> None: ...
+    with_step: bool
+    def __init__(self, blocks: _Optional[_Iterable[int]] = ..., rows: bool = ..., table: _Optional[int] = ..., anew: bool = ..., edit: bool = ..., with_step: bool = ...) -> None: ...
 
 class Where(_message.Message):
     __slots__ = ["former"]

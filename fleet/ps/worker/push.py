@@ -334,12 +334,14 @@ class Pusher:
         cuts: RowCuts,
         reload: Callable[[], None],
         clock: Clock,
+        before_push: Callable[[], None],
         *,
         places: bool = False,
         wall_time: Callable[[], float] = wall_time,
     ) -> None:
         """``cuts`` agrees on the rows that leave after a push; ``reload`` is called when a server says that its values
-        have been replaced. ``places``: the first server says what a push becomes part of, and the others are told."""
+        have been replaced, and ``before_push`` before a push that the user's thread waits for. ``places``: the first
+        server says what a push becomes part of, and the others are told."""
         self._connections = connections
         self._trained = trained
         self._progress = progress
@@ -348,6 +350,7 @@ class Pusher:
         self._worker = worker
         self._cuts = cuts
         self._reload = reload
+        self._before_push = before_push
         self._places = places
         #: whether the others have no values to send before they are told, as workers wait for each other
         self._is_in_rounds = False
@@ -398,6 +401,7 @@ class Pusher:
         progress, frames = self._progress, push.frames
         step = progress.completed + 1
         try:
+            self._before_push()
             with self._figures.push:
                 replies = self._connections.ask_all(lambda server, _: frames[server], f"push of step {step}")
                 if self._places and len(replies) > 1 and _lacks_place(frames, replies):

@@ -140,6 +140,7 @@ class WorkerRuntime:
             cuts,
             self.reload,
             clock,
+            lambda: self._edits.send_with_step(),
             places=policy.fills_buffers,
         )
         communication = replace(settings.communicator, **dict(strategy.communicator))  # type: ignore[arg-type]
@@ -182,7 +183,17 @@ class WorkerRuntime:
                 lambda begins: dense_record(connections.by_server[0], progress.completed, begins=begins),
                 check_finite=check_finite,
             )
-        self._edits = Edits(connections, trained, values, rows, self._training, self._geo, progress, worker)
+        self._edits = Edits(
+            connections,
+            trained,
+            values,
+            rows,
+            self._training,
+            self._geo,
+            progress,
+            worker,
+            waits_for_step=policy.shares_steps and assignment.worker_num > 1,
+        )
         self._barrier = Barrier(connections, progress, figures, self.turns, self.reload)
         self._prediction: LookupPrediction | None = None
         self._forked: ForkedReader | None = None
@@ -305,6 +316,7 @@ class WorkerRuntime:
         check_loads(self.connections, self.progress.loads, replies)
         self.progress.reload(replies)
         self.rows.discard_fetched()
+        self._edits.drop()
         self._pusher.drop_residues()
         self.own_states.forget_given()
         self._begin_from(replies)
@@ -470,8 +482,7 @@ class WorkerRuntime:
     def step(self) -> None:
         with self.turns.take():
             try:
-                self.following(self._prepare_step)
-                self.trained.outdate_whole_tables()
+                self._begin_step()
                 self._push_step()
                 self._end_step()
             except FleetError:
@@ -506,8 +517,7 @@ class WorkerRuntime:
     def _step_here(self, update: Callable[[], None], *, if_finite: bool = False) -> None:
         with self.turns.take():
             try:
-                self.following(self._prepare_step)
-                self.trained.outdate_whole_tables()
+                self._begin_step()
                 if self._geo is not None:
                     self._step_alone(self._geo, update)
                 else:
@@ -531,6 +541,11 @@ class WorkerRuntime:
         """Set whether backwards average dense gradients from now on, and return what it was before."""
         return self.dense.set_synchronized(wanted)
 
+    def _begin_step(self) -> None:
+        self.following(self._prepare_step)
+        self.trained.outdate_whole_tables()
+        self._edits.begin_step()
+
     def _prepare_step(self) -> None:
         self.turns.train()
         self.finish_interrupted("step()")
@@ -542,13 +557,13 @@ class WorkerRuntime:
         description.check_steps()
         if description.has_newcomers():
             self.extend()
-        self._send_edits()
+        self._send_edits(in_step=True)
 
-    def _send_edits(self) -> None:
+    def _send_edits(self, *, in_step: bool = False) -> None:
         """Have what the script has changed by itself hold for all. Another thread does not know whether the one that
         trains is in the middle of it."""
         if not self.turns.is_other_thread:
-            has_rows = self._edits.find_rows(self.trained.description.handles)
+            has_rows = self._edits.find_rows(self.trained.description.handles, keeps=in_step)
             if self._edits.find() or has_rows:
                 self._edits.send()
 
@@ -621,7 +636,8 @@ class WorkerRuntime:
         self._finish_interrupted("a look-up")
         self._send_edits_of(each.handle for each in wanted)
         with self.figures.pull:
-            return self.rows.lookup(wanted, self.progress.completed, self.replica)
+            found = self.rows.lookup(wanted, self.progress.completed, self.replica)
+        return found if self.turns.is_other_thread else self._edits.laid_over(wanted, found)
 
     def averaged(self, ids: torch.Tensor, values: torch.Tensor) -> torch.Tensor | None:
         """Return the mean over all workers of gradients of rows, where workers have to agree on it."""
@@ -630,8 +646,8 @@ class WorkerRuntime:
         return self._dense.averaged(ids, values)
 
     def _send_edits_of(self, handles: Iterable[TableHandle]) -> None:
-        """Have the rows that the script has changed in these tables hold for all, before they are read."""
-        if not self.turns.is_other_thread and self._edits.find_rows(handles):
+        """Have the rows that the script has changed in these tables hold, before they are read."""
+        if not self.turns.is_other_thread and self._edits.find_rows(handles, keeps=True):
             self._edits.find()
             self._edits.send()
 
@@ -651,7 +667,8 @@ class WorkerRuntime:
             def fetch() -> torch.Tensor:
                 self._send_edits_of([handle])
                 with self.figures.pull:
-                    return self.rows.whole(handle, self.progress.completed, self.replica, at_once)
+                    rows = self.rows.whole(handle, self.progress.completed, self.replica, at_once)
+                return rows if self.turns.is_other_thread else self._edits.lay_over_whole(handle, rows)
 
             return self.following(fetch)
 

@@ -66,15 +66,17 @@ def send_edits(
     step: int,
     dense: Mapping[int, Elements],
     rows: Sequence[tuple[int, Array, torch.Tensor]],
+    *,
+    with_step: bool = False,
 ) -> None:
     """Give the servers, after a step, some elements of parameters and some rows of tables, by their places in the plan.
-    They hold at once; to send them again changes nothing."""
+    They hold at once, or rows with the next step; to send them again changes nothing."""
     servers = len(connections.by_server)
     for server, connection in enumerate(connections.by_server):
         blocks = _edited_blocks(trained.layouts[server].slots, dense)
         of_tables = (frame for index, ids, values in rows for frame in _rows_of(server, servers, index, ids, values))
         for frame in chain(blocks, of_tables):
-            frame.message.edit = True
+            frame.message.edit, frame.message.with_step = True, with_step
             request = connection.request(step, upload=frame.message)
             connection.call(Frame(request, frame.tensors), "values that the script has changed")
 

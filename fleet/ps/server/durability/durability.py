@@ -327,7 +327,7 @@ class Durability:
         """
         if self._closed or self._end.begun or not job.is_whole or self.replaying or not self._directory.is_due:
             return False
-        if job.rounds.due or job.moves.is_noted or job.moves.is_left:
+        if job.rounds.due or job.rounds.edits or job.moves.is_noted or job.moves.is_left:
             return False
         self._forget_finished(job)
         clocks = job.rounds.gate.clocks
