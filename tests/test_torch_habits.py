@@ -17,7 +17,7 @@ from habits.habit import (
     Outcome,
     difference,
     in_a_job,
-    in_a_job_of_two,
+    in_a_job_of,
     in_torch,
     judge,
 )
@@ -59,7 +59,7 @@ def test_it_gets_the_same_in_every_mode(habit: Habit, mode: str) -> None:
 def test_it_gets_the_same_where_two_workers_do_it(habit: Habit) -> None:
     """On the same batches, so that one process is what both compare with. What a script changes by itself reaches the
     other worker with the next step or later, and is told; then both have the same."""
-    first, second = in_a_job_of_two(habit)
+    first, second = in_a_job_of(2, habit)
     if not habit.edits:
         check(habit, first, in_torch(habit))
         if habit.gets == REFUSED:

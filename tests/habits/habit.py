@@ -19,6 +19,7 @@ import torch
 from harness import PATIENT, Job
 from inside import flush, take_fresh
 
+import fleet.nn
 from fleet import Fleet
 from fleet.errors import FleetError
 from fleet.strategy.parameter_server import StrategyFactory
@@ -122,14 +123,17 @@ class Section:
 #: Workers are threads, which share what a process has once: the global generator, and torch's numbers of hooks.
 one_at_a_time = threading.Lock()
 
-_TABLES = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+_TABLES = (torch.nn.Embedding, torch.nn.EmbeddingBag, fleet.nn.Embedding)
 
 
 class Script:
     """What a script has in its hands. ``remote`` says whether Fleet has taken it over."""
 
-    def __init__(self, habit: Habit, fleet: Fleet | None = None, mode: str = "sync") -> None:
+    def __init__(
+        self, habit: Habit, fleet: Fleet | None = None, mode: str = "sync", index: int = 0, parts: int = 1
+    ) -> None:
         self.habit = habit
+        self.index, self.parts = index, parts
         self.remote = fleet is not None
         self.fleet: Any = fleet
         self.mode = mode
@@ -174,8 +178,9 @@ class Script:
         return torch.randint(0, ROWS, (6, FIELDS), generator=torch.Generator().manual_seed(step))
 
     def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The next batch, or this worker's part of it."""
         self.taken += 1
-        ids = self.ids(self.taken)
+        ids = self.ids(self.taken)[self.index :: self.parts]
         return ids, torch.sin(ids.sum(1).float())
 
     def loss(self, model: Any = None) -> torch.Tensor:
@@ -204,6 +209,9 @@ class Script:
 
     # ---------------------------------------------------------------- afterwards
 
+    def tables(self) -> dict[str, Any]:
+        return {name: each for name, each in self.model.named_modules() if isinstance(each, _TABLES)}
+
     @torch.no_grad()
     def seen(self) -> dict[str, torch.Tensor]:
         """Everything that was trained, the rows by a look-up."""
@@ -211,7 +219,7 @@ class Script:
             return {}
         mode = self.model.training
         self.model.train()
-        tables = {name: each for name, each in self.model.named_modules() if isinstance(each, _TABLES)}
+        tables = self.tables()
         seen = {
             name: value.detach().clone()
             for name, value in (*self.model.named_parameters(), *self.model.named_buffers())
@@ -263,7 +271,7 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _run(script: Script) -> Any:
+def run(script: Script) -> Any:
     habit = script.habit
     script.step(habit.before or 0)
     value = plain(habit.script(script))
@@ -273,19 +281,24 @@ def _run(script: Script) -> Any:
 
 
 def in_torch(habit: Habit) -> Outcome:
-    return _caught(lambda: _run(Script(habit)))
+    return caught(lambda: run(Script(habit)))
 
 
 def in_a_job(habit: Habit, mode: str = "sync") -> Outcome:
-    return _caught(lambda: _alone(habit, mode))
+    return caught(lambda: _alone(habit, mode))
 
 
-def in_a_job_of_two(habit: Habit) -> list[Outcome]:
-    """What each worker saw, on two servers; the first also heard what any of them was told."""
-    job = Job(lambda fleet, index: _run(Script(habit, fleet)), 2, 2, environ=PATIENT)
-    told = _caught(lambda: job.join(job.start()))
+def in_a_job_of(workers: int, habit: Habit, mode: str = "sync", *, apart: bool = False) -> list[Outcome]:
+    """What each worker saw, on two servers; the first also heard what any of them was told. ``apart``: each has its own
+    part of a batch, and not all of it."""
+
+    def body(fleet: Fleet, index: int) -> Any:
+        return run(Script(habit, fleet, mode, *((index, workers) if apart else ())))
+
+    job = Job(body, workers, 2, environ={**PATIENT, **habit.environ})
+    told = caught(lambda: job.join(job.start()))
     assert told.error is None, told.error
-    found = [Outcome(job.results.get(index), job.errors.get(f"worker {index}")) for index in range(2)]
+    found = [Outcome(job.results.get(index), job.errors.get(f"worker {index}")) for index in range(workers)]
     found[0].said = told.said
     return found
 
@@ -294,7 +307,7 @@ def _alone(habit: Habit, mode: str) -> Any:
     fleet = Fleet(environ=habit.environ)
     fleet.init()
     try:
-        return _run(Script(habit, fleet, mode))
+        return run(Script(habit, fleet, mode))
     finally:
         with contextlib.suppress(FleetError):  # there may be no worker to stop
             fleet.stop_worker()
@@ -309,7 +322,7 @@ class _Kept(logging.Handler):
         self.kept.append(record.getMessage())
 
 
-def _caught(run: Callable[[], Any]) -> Outcome:
+def caught(do: Callable[[], Any]) -> Outcome:
     outcome = Outcome()
     handler = _Kept(outcome.said)
     logger = logging.getLogger("fleet")
@@ -318,7 +331,7 @@ def _caught(run: Callable[[], Any]) -> Outcome:
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             try:
-                outcome.value = run()
+                outcome.value = do()
             except Exception as error:
                 outcome.error = error
         outcome.said += [str(each.message) for each in warned]
