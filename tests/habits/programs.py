@@ -834,8 +834,7 @@ def another_epoch(run: Running) -> None:
 
 @act()
 def a_checkpoint_saved(run: Running) -> None:
-    if run.script.parts > 1:
-        run.script.step()  # what one has changed holds for the others once it is saved, and not with the next step
+    run.script.step()  # what one worker has changed holds for the others once it is saved, and not with the next step
     if run.script.remote:
         run.kept["checkpoint"] = str(run.place / f"by call {run.number()}")
         run.script.fleet.save_persistables(run.kept["checkpoint"])
