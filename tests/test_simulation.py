@@ -307,6 +307,12 @@ FOUND = {
             Fault(200, KILL, "worker1", 0.09),
         ),
     ),
+    # A worker was killed between its push and the norm by which it was clipped, which nobody else was there to find.
+    "a norm that was not agreed on": Scenario(
+        3701124,
+        Setting("sync", 1, 2, 8, durable="os", journal_bytes=10000, sync_s=0.01, clip=0.5),
+        (Fault(95, PAUSE, "worker0", 1.17), Fault(117, KILL, "worker0", 0.09)),
+    ),
     # Steps that were merged and not sent yet were dropped when their worker went over to other servers.
     "merged steps of a job that moves": Scenario(1, Setting("half_async", 3, 1, 12, moves_at=4, moves_to=2)),
     # A worker told a server, which had lost them with its power, of another one's pushes: that was called wrong.

@@ -260,7 +260,7 @@ def _plain(setting: Setting) -> Setting:
     plain = Setting(setting.mode, setting.workers, 1, steps, setting.optimizer, dense=setting.dense)
     if setting.mode not in _IN_STEP:
         return plain
-    return replace(plain, life=setting.life, clip=setting.clip, grows_at=setting.grows_at)
+    return replace(plain, life=setting.life, clip=setting.clip, grows_at=setting.grows_at, edits_at=setting.edits_at)
 
 
 @cache

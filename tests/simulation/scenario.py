@@ -35,6 +35,8 @@ AVERAGING = ("sync", "async", "half_async", "ssp")
 ALL_REDUCE = "all_reduce"
 #: In these workers may join a running job, and leave it.
 ELASTIC = ("async", "half_async", "gba")
+#: In these what becomes an update is clipped.
+CLIPPED = ("sync", "gba", "auto")
 #: What rows of a table come and leave by: see job.py.
 LIVES = ("count", "weight", "chance", "unused", "recent", "often", "several")
 
@@ -91,6 +93,8 @@ class Setting:
     clip: float = 0.0
     #: before which step further parameters join the job; never if 0
     grows_at: int = 0
+    #: before which step the script of every worker writes into parameters and rows; never if 0
+    edits_at: int = 0
 
     @property
     def all_workers(self) -> int:
@@ -177,11 +181,13 @@ def _draw_script(setting: Setting, draw: random.Random) -> Setting:
     """Let a job do what its mode allows beside its steps."""
     if setting.mode != "geo" and draw.random() < 0.3:
         setting = replace(setting, life=draw.choice(LIVES))
+    if setting.mode in CLIPPED and setting.dense != ALL_REDUCE and draw.random() < 0.2:
+        setting = replace(setting, clip=0.5)
     if setting.mode == "sync" and setting.dense != ALL_REDUCE:
-        if draw.random() < 0.2:
-            setting = replace(setting, clip=0.5)
         if not setting.follower and draw.random() < 0.2:
             setting = replace(setting, grows_at=draw.randint(1, setting.steps - 1))
+        if draw.random() < 0.25:
+            setting = replace(setting, edits_at=draw.randint(1, setting.steps - 1))
     return setting
 
 

@@ -57,7 +57,7 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
         yield replace(scenario, setting=replace(setting, moves_at=0, moves_to=0))
     if setting.joins and f"worker{setting.all_workers - 1}" not in {fault.whom for fault in scenario.faults}:
         yield replace(scenario, setting=replace(setting, joins=setting.joins - 1))
-    for name in ("rows_in_memory", "life", "clip", "grows_at"):
+    for name in ("rows_in_memory", "life", "clip", "grows_at", "edits_at"):
         if getattr(setting, name):
             yield replace(scenario, setting=replace(setting, **{name: type(getattr(setting, name))()}))
     if setting.sync_s:

@@ -426,8 +426,9 @@ class Pusher:
         return [first, *others]
 
     def agree_on_norms(self) -> None:
-        """Find the norms with the servers for which updates wait, where a worker that is silent has not."""
-        self._clipped(self._progress.completed, self._connections.ask("norms", clip=pb.Clip()))
+        """Find the norms with the servers for which updates wait, where a worker that is silent, or gone, has not."""
+        replies = self._clipped(self._progress.completed, self._connections.ask("norms", clip=pb.Clip()))
+        self._cuts.notice([reply.message for reply in replies])
 
     def part(self) -> None:
         """Say that no push comes any more: what waits for others may be due then. The first server says whether it is,

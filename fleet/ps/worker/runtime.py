@@ -218,8 +218,11 @@ class WorkerRuntime:
             self.progress.resume(answers)
             if resumed is not None:
                 self.progress.go_back(resumed)
+            # A step may be over, and lack what its worker was to find out with the servers before it was killed.
+            if trained.plan.spec.settings.max_grad_norm and self._dense is None and answers[0].delivered:
+                self.following(self.agree_on_norms)
             if not self.policy.shares_steps or len({answer.version for answer in answers}) == 1:
-                self.cuts.notice(answers)  # of a step that was over before this process began
+                self.cuts.notice(answers)
                 self.cuts.tell_due()
             if self.assignment.index == 0:
                 initialize(self.connections, trained, answers)
