@@ -313,6 +313,10 @@ FOUND = {
         Setting("sync", 1, 2, 8, durable="os", journal_bytes=10000, sync_s=0.01, clip=0.5),
         (Fault(95, PAUSE, "worker0", 1.17), Fault(117, KILL, "worker0", 0.09)),
     ),
+    # A worker came to a job that moved while it found out which rows leave, and did not go over.
+    "a worker that comes as a job moves and rows leave": Scenario(
+        3701593, Setting("half_async", 3, 2, 9, moves_at=8, moves_to=3, joins=1, joins_at=9, life="recent")
+    ),
     # Steps that were merged and not sent yet were dropped when their worker went over to other servers.
     "merged steps of a job that moves": Scenario(1, Setting("half_async", 3, 1, 12, moves_at=4, moves_to=2)),
     # A worker told a server, which had lost them with its power, of another one's pushes: that was called wrong.
@@ -483,7 +487,7 @@ ON_PURPOSE = {
     ),
     "only worker 0 is told that a server has lost the initial values": FOUND["initial values that were not kept"],
     "a journal is synced with its lock and the server's taken in the other order": Scenario(
-        43,
+        47,
         Setting(mode="async", workers=2, servers=2, steps=12, durable="always", journal_bytes=2000, sync_s=0.01),
         preemption=0.1,
     ),

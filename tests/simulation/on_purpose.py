@@ -395,7 +395,7 @@ def _() -> Iterator[None]:
         if len(self._queue) < self._settings.send_queue_size:
             put_in(self, gradients)
 
-    with put(Communicator, "put", put_or_drop):
+    with put(Communicator, "await_room", lambda self: None), put(Communicator, "put", put_or_drop):
         yield
 
 

@@ -223,7 +223,7 @@ class WorkerRuntime:
                 self.following(self.agree_on_norms)
             if not self.policy.shares_steps or len({answer.version for answer in answers}) == 1:
                 self.cuts.notice(answers)
-                self.cuts.tell_due()
+                self.following(self.cuts.tell_due)
             if self.assignment.index == 0:
                 initialize(self.connections, trained, answers)
             # Others that are yet to take the step that this worker has pushed already may wait for it to join them.
