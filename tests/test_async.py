@@ -227,7 +227,7 @@ class Sent:
         self.goes_on.set()
         self.communicator = Communicator(
             CommunicatorSettings(send_wait_times=0, min_send_grad_num_before_recv=fetched_after),
-            GradientMerge(None, 0, True),  # type: ignore[arg-type]  # never merges here
+            GradientMerge(None, True),  # type: ignore[arg-type]  # never merges here
             self.prepare,
             self.send,
             list,
@@ -495,6 +495,36 @@ def test_gradients_are_taken_as_they_were_at_the_step(zeroed: bool) -> None:
         settles_at(weight, optimizer, -4.0)
 
     run_job(body, 1, 1, network=network)
+
+
+@pytest.mark.parametrize("mode", ["async", "half_async"])
+@pytest.mark.parametrize("wide", ["sparse", "once"])
+def test_gradients_of_rows_are_taken_as_they_were_at_the_step(mode: str, wide: str) -> None:
+    """What the user does to ``weight.grad`` afterwards, in place, is too late to matter."""
+    network = Held(held=mode == "async")
+    strategy = {
+        "async": StrategyFactory.create_async_strategy(send_queue_size=10),
+        "half_async": StrategyFactory.create_half_async_strategy(max_merge_var_num=3),
+    }[mode]
+    ids = torch.arange(3) if wide == "once" else torch.tensor([0, 1, 2, 0, 1, 2])
+
+    def body(fleet_: Fleet, _: int) -> list[float]:
+        table = torch.nn.Embedding(3, 1, sparse=True, _weight=torch.zeros(3, 1))
+        sgd = torch.optim.SGD(table.parameters(), lr=1.0)
+        optimizer = fleet_.distributed_optimizer(sgd, strategy, model=table)
+        fleet_.init_worker()
+        for _ in range(4):
+            optimizer.zero_grad()
+            table(ids).sum().backward()
+            optimizer.step()
+            assert table.weight.grad is not None
+            table.weight.grad.mul_(1e9)
+            table.weight.grad._indices().zero_()
+        network.release()
+        fleet_.barrier_worker()
+        return [*table.weight.detach().flatten().tolist()]
+
+    assert run_job(body, network=network) == [[-4.0 * len(ids) / 3] * 3]
 
 
 class LateReading:

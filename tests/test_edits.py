@@ -678,6 +678,7 @@ def test_geo_refuses_what_no_change_leads_to(edit: Callable[..., None], first: f
 class Interrupts:
     """Sends this process a Ctrl-C at the n-th line that this thread runs of these files of a worker."""
 
+    FOLDERS: tuple[str, ...] = ("worker",)
     FILES: tuple[str, ...] = ("edits", "upload", "push", "step", "trained_model", "runtime")
 
     def __init__(self, at: int) -> None:
@@ -685,7 +686,7 @@ class Interrupts:
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
         path = Path(frame.f_code.co_filename)
-        if path.parent.name != "worker" or path.stem not in self.FILES:
+        if path.parent.name not in self.FOLDERS or path.stem not in self.FILES:
             return None
         if event == "line":
             self.left -= 1

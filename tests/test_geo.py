@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from faults import Action, Fault, FaultyNetwork
 from harness import PATIENT, SOON, Job, assert_close, run_job, values
 from inside import leave, move_given, refresh
+from test_edits import Interrupts
 from test_parity_dense import OPTIMIZERS, loss_of, make_model, reference
 
 import fleet.nn
@@ -904,3 +906,35 @@ def test_rows_that_a_hook_adds_take_the_step_though_their_fetch_failed(monkeypat
         return fail
 
     assert_close(script(there=True), script(there=False))
+
+
+class InALookUp(Interrupts):
+    FOLDERS = ("worker", "table")
+    FILES = ("geo_replica", "lookups", "table", "memory_store")
+
+
+@pytest.mark.parametrize("first", [1, 14])
+@pytest.mark.pairs(1)
+def test_a_look_up_that_ctrl_c_strikes_leaves_no_row_without_its_values(first: int) -> None:
+    """Every 29th line is tried of one that fetches rows, to be trained."""
+    at, is_hit = first, True
+    while is_hit:
+        table = torch.nn.Embedding(6, 1, sparse=True, _weight=torch.full((6, 1), 5.0))
+        alone = Fleet(environ={})
+        alone.init()
+        optimizer = alone.distributed_optimizer(torch.optim.SGD(table.parameters(), lr=1.0), geo(2), model=table)
+        alone.init_worker()
+        optimizer.minimize(-table(torch.arange(3)).sum())
+        interrupts, before = InALookUp(at), sys.gettrace()
+        sys.settrace(interrupts)
+        with suppress(KeyboardInterrupt):
+            table(torch.arange(6))
+        sys.settrace(before)
+        assert table(torch.arange(6)).flatten().tolist() == [6.0] * 3 + [5.0] * 3, at
+        optimizer.minimize(-table(torch.arange(6)).sum())
+        alone.barrier_worker()
+        assert table.weight.detach().flatten().tolist() == [7.0] * 3 + [6.0] * 3, at
+        alone.stop_worker()
+        is_hit = interrupts.left <= 0
+        at += 29
+    assert at > 300

@@ -38,6 +38,7 @@ from fleet.ps.wire.frame import Frame
 from fleet.ps.worker.connection import Connection, Together
 from fleet.ps.worker.dense_group import DenseGroup
 from fleet.ps.worker.dense_training import DenseTraining
+from fleet.ps.worker.push import Pusher
 from fleet.role_maker import Role, UserDefinedRoleMaker
 from fleet.transpiler import DistributeTranspilerConfig
 
@@ -199,6 +200,59 @@ def test_a_step_that_ctrl_c_strikes_happens_whole_or_not_at_all(mode: str) -> No
         both |= found
         at += 37
     assert both == {3.0, 4.0}
+
+
+def after_merging(at: int, fails: str = "") -> tuple[list[float], bool]:
+    """What a parameter and rows come to in 7 steps whose means of up to 4 are pushed; and whether Ctrl-C struck the
+    barrier after the sixth at its n-th line."""
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(torch.zeros(2))
+    model.table = torch.nn.Embedding(2, 1, sparse=True, _weight=torch.zeros(2, 1))
+    alone = Fleet(environ={})
+    alone.init()
+    strategy = StrategyFactory.create_half_async_strategy(max_merge_var_num=4, is_sgd_optimizer=False)
+    optimizer = alone.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), strategy, model=model)
+    alone.init_worker()
+
+    def step() -> None:
+        optimizer.minimize(-(model.weight.sum() + model.table(torch.arange(2)).sum()))
+
+    for _ in range(6):
+        step()
+    interrupts, before = Interrupted(at), sys.gettrace()
+    with contextlib.suppress(KeyboardInterrupt, MemoryError), pytest.MonkeyPatch.context() as patched:
+        if fails:
+            patched.setattr(Pusher, fails, out_of_memory)
+        sys.settrace(interrupts)
+        alone.barrier_worker()
+    sys.settrace(before)
+    step()
+    alone.barrier_worker()
+    found = [*model.weight.tolist(), *model.table.weight.detach().flatten().tolist()]
+    assert worker_of(alone).progress.steps == worker_of(alone).progress.taken == 7
+    alone.stop_worker()
+    return found, interrupts.left <= 0
+
+
+def out_of_memory(*_: Any, **__: Any) -> Any:
+    raise MemoryError
+
+
+@pytest.mark.parametrize("first", [1, 8])
+@pytest.mark.pairs(1)
+def test_a_flush_that_ctrl_c_strikes_loses_no_merged_step(first: int) -> None:
+    """Every 15th line is tried. The two steps that are left become one push, or wait for the third."""
+    at, is_hit, both = first, True, set()
+    while is_hit:
+        found, is_hit = after_merging(at)
+        assert {*found} in ({2.0}, {3.0}), (at, found)
+        both |= {*found}
+        at += 15
+    assert both == {2.0, 3.0}
+
+
+def test_a_flush_without_memory_for_its_push_loses_no_merged_step() -> None:
+    assert after_merging(1 << 30, fails="encode") == ([2.0] * 4, False)
 
 
 @pytest.mark.parametrize("mode", ["sync", "async", "half"])

@@ -291,8 +291,8 @@ class Communicator:
             return batch[0]
         for gradients in batch:
             self._merge.add(gradients)
-        merged = self._merge.rest()
-        assert merged is not None
+        merged = self._merge.merged()
+        self._merge.clear()
         return merged
 
     def _fetch_until_ended(self) -> None:

@@ -73,8 +73,9 @@ class TableReplica:
         missing = self.missing(ids)
         if len(missing):
             fetched = fetch(missing)
-            self._agreed.load(missing, {WEIGHT: fetched})
-            self._mine.load(missing, {WEIGHT: fetched})
+            with uninterrupted():  # or ids would have a place here, and no row in it
+                self._agreed.load(missing, {WEIGHT: fetched})
+                self._mine.load(missing, {WEIGHT: fetched})
 
     def missing(self, ids: Ids) -> Ids:
         """Return those of the ids that are not held."""

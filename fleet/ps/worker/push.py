@@ -106,12 +106,21 @@ class Gradients:
 
     @torch.no_grad()  # .grad may have a graph of its own
     def copied(self) -> Gradients:
-        """Return the same gradients, independent of a parameter's .grad from now on; nobody else has those of rows."""
-        return replace(self, dense=_cloned(self.dense), whole=None if self.whole is None else _cloned(self.whole))
+        """Return the same gradients, independent of any .grad from now on."""
+        rows = {index: kept(pair) for index, pair in self.rows.items()}
+        whole = None if self.whole is None else _cloned(self.whole)
+        return replace(self, dense=_cloned(self.dense), rows=rows, whole=whole)
 
 
 def _cloned(grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
     return [None if grad is None else grad.clone() for grad in grads]
+
+
+def kept(rows: Rows) -> Rows:
+    """Return the same rows in memory of their own. What was read of a ``weight.grad`` lies in it until then, and a
+    script may go on to change it."""
+    ids, grads = (part if part.flags.owndata else part.copy() for part in rows)
+    return ids, grads
 
 
 @dataclass(frozen=True)

@@ -241,7 +241,7 @@ class RemoteTraining:
         self._values = values
         self._figures = figures
         self._steps_per_push = policy.steps_per_push(communication.max_merge_var_num)
-        self._merge = self._make_merge(self._steps_per_push)
+        self._merge = self._make_merge()
         self._communicator: Communicator | None = None
         self._early: EarlyGradients | None = None
 
@@ -250,7 +250,7 @@ class RemoteTraining:
         if not self._policy.awaits_answers:
             self._communicator = Communicator(
                 self._communication,
-                self._make_merge(0),
+                self._make_merge(),
                 self._pusher.prepare,
                 partial(self._pusher.deliver_behind, at_once=self._communication.thread_pool_size),
                 partial(self._values.fetch_behind, self._communication.thread_pool_size),
@@ -274,8 +274,8 @@ class RemoteTraining:
             self._early.close()
         self._early = self._make_early()
 
-    def _make_merge(self, steps: int) -> GradientMerge:
-        return GradientMerge(self._trained.description, steps, self._communication.is_sgd_optimizer)
+    def _make_merge(self) -> GradientMerge:
+        return GradientMerge(self._trained.description, self._communication.is_sgd_optimizer)
 
     def _make_early(self) -> EarlyGradients | None:
         """Make what sends gradients ahead of their push, where each step is one push, of gradients as they are."""
@@ -315,8 +315,15 @@ class RemoteTraining:
     def _begun(self, update: Callable[[], None] | None) -> Push | None:
         """Take a step; return the push that is due with it, if one is."""
         gradients = self._gradients.take(self._early, update)
-        merged = gradients if self._steps_per_push == 1 else self._merge.add(gradients)
-        return None if merged is None else self._made(merged)
+        if self._steps_per_push == 1:
+            return self._made(gradients)
+        self._merge.add(gradients)
+        return self._made_of_merged() if self._merge.count >= self._steps_per_push else None
+
+    def _made_of_merged(self) -> Push:
+        push = self._made(self._merge.merged())
+        self._merge.clear()
+        return push
 
     def _leave_to(self, communicator: Communicator, update: Callable[[], None] | None) -> None:
         with self._figures.push:
@@ -346,9 +353,10 @@ class RemoteTraining:
     def flush(self) -> None:
         """Wait until the servers have applied everything that this worker has computed."""
         self.wait_until_sent()
-        rest = self._merge.rest()
-        if rest is not None:
-            self._pusher.deliver(self._made(rest))
+        if self._merge.count:
+            push = self._pusher.hold(self._made_of_merged)
+            if push is not None:
+                self._pusher.deliver(push)
 
     def drop_fetched(self) -> None:
         """Drop values that were fetched behind the user's thread and not written yet: the servers have others now."""
