@@ -45,8 +45,9 @@ class StatisticsGroup:
         self._group = self._own = None
 
     @property
-    def is_open(self) -> bool:
-        return self._group is not None
+    def has_others(self) -> bool:
+        """Say whether the job runs, and has other workers: a batch of this one alone is what torch itself knows."""
+        return self._group is not None and self._group.size > 1
 
     def sum(self, mine: torch.Tensor) -> torch.Tensor:
         assert self._group is not None, "looked at before"
@@ -70,20 +71,18 @@ class _Synchronized(torch.nn.modules.batchnorm._BatchNorm):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         uses_batch = self.training or self.running_mean is None
-        if not uses_batch or not self._statistics.is_open:
+        if not uses_batch or not self._statistics.has_others:
             return super().forward(input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         dims = [dim for dim in range(input.dim()) if dim != 1]
+        shape = [1, -1] + [1] * (input.dim() - 2)
         wide = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
-        count = wide.new_full((1,), input.numel() / input.size(1))
-        sums = torch.cat([wide.sum(dims), (wide * wide).sum(dims), count])
-        total: torch.Tensor = _Sum.apply(sums, self._statistics)  # type: ignore[no-untyped-call]
+        total: torch.Tensor = _Sum.apply(_sums(wide, dims, shape), self._statistics)  # type: ignore[no-untyped-call]
         of_all = total[-1].detach()
         mean, square = (total[:-1] / of_all).chunk(2)
-        variance = (square - mean * mean).clamp_min(0)
+        mean, variance = mean.to(wide.dtype), (square - mean * mean).clamp_min(0).to(wide.dtype)
         if self.training and self.track_running_stats:
-            self._remember(mean.detach(), variance.detach() * (of_all / (of_all - 1)))
-        shape = [1, -1] + [1] * (input.dim() - 2)
+            self._remember(mean.detach(), variance.detach() * (of_all / (of_all - 1)).to(wide.dtype))
         result = (wide - mean.view(shape)) * torch.rsqrt(variance + self.eps).view(shape)
         if self.affine:
             result = result * self.weight.view(shape) + self.bias.view(shape)
@@ -98,3 +97,13 @@ class _Synchronized(torch.nn.modules.batchnorm._BatchNorm):
         share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), share)
+
+
+def _sums(values: torch.Tensor, dims: list[int], shape: list[int]) -> torch.Tensor:
+    """Return the sums of this worker's values and of their squares, of each channel, and how many there are. Squares of
+    values far from zero have no digits left for how these differ: what is squared is how far each is from this worker's
+    mean, and the rest is added in double precision."""
+    count = values.numel() // values.size(1)
+    mean = values.sum(dims) / max(1, count)
+    around, exact = (values - mean.view(shape)).square().sum(dims), mean.double()
+    return torch.cat([count * exact, around.double() + count * exact * exact, exact.new_full((1,), count)])

@@ -819,6 +819,42 @@ def batch_norms_of_all_ranks(me: Rank) -> None:
 
 
 @check(2)
+def batch_norms_of_values_far_from_zero(me: Rank) -> None:
+    """They differ by little, and by more from rank to rank than on one."""
+    fleet = me.fleet()
+    model, expected = nn.BatchNorm1d(3), nn.BatchNorm1d(3).double()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = fleet.distributed_optimizer(inner, DistributedStrategy(sync_batch_norm=True), model=model)
+    fleet.init_worker()
+    noise = torch.randn(3, 40, 3, generator=torch.Generator().manual_seed(1))
+    for at, width in ((1e3, 0.1), (-2e4, 1.0), (1e6, 1e9)):
+        shifts = torch.arange(2).repeat_interleave(20)[:, None] * 3
+        inputs = (at + width * (noise[0] + shifts)).requires_grad_()
+        exact = inputs.detach().double().requires_grad_()
+        (expected(exact) * noise[1]).sum().backward()
+        mine = slice(20 * me.rank, 20 * me.rank + 20)
+        outputs = model(inputs[mine])
+        optimizer.minimize((outputs * noise[1][mine]).sum())
+        close([outputs], [expected(exact)[mine].float()], 5e-3)
+        close([inputs.grad[mine] * width], [(exact.grad[mine] * width).float()], 5e-3)
+        model.load_state_dict(nn.BatchNorm1d(3).state_dict())
+        expected.load_state_dict(model.state_dict())
+    fleet.stop_worker()
+
+
+@check(1)
+def batch_norms_of_one_rank(me: Rank) -> None:
+    """A batch of one value has no variance, which torch refuses."""
+    fleet = me.fleet()
+    model = nn.BatchNorm1d(2)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    fleet.distributed_optimizer(inner, DistributedStrategy(sync_batch_norm=True), model=model)
+    fleet.init_worker()
+    raises(ValueError, "Expected more than 1 value per channel", lambda: model(torch.ones(1, 2)))
+    fleet.stop_worker()
+
+
+@check(2)
 def batch_norms_need_every_rank(me: Rank) -> None:
     fleet = me.fleet()
     model = network()
