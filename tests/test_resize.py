@@ -39,11 +39,13 @@ from test_elastic import ELASTIC, part
 from test_feed import Followed, source_of
 
 import fleet as fleet_package
-from fleet import Fleet, StrategyFactory
+from fleet import Checkpoints, Fleet, StrategyFactory
 from fleet.base import exit_guard
 from fleet.base.clock import Clock, SystemClock
 from fleet.base.cluster import Endpoint
 from fleet.base.settings import ProcessSettings
+from fleet.checkpoint.manifest import Checkpoint
+from fleet.checkpoint.state import states_in, values
 from fleet.errors import (
     ConfigurationError,
     DeadlineError,
@@ -2452,3 +2454,55 @@ def test_what_is_asked_from_outside_is_checked(endpoints: list[str]) -> None:
 )
 def test_whose_push_a_move_waits_for(clocks: list[int], renewed: list[dict[str, int]], expected: bool) -> None:
     assert resizing._is_taken_again("1", 4, [{"1": clock} for clock in clocks], renewed) is expected
+
+
+class Count:
+    """Is an object of a worker's own."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.number = state["number"]
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("given", [1, 2])
+@pytest.mark.pairs(2)
+def test_a_state_that_is_given_to_servers_that_the_job_has_left_comes_to_the_others(
+    mode: str, given: int, tmp_path: Path
+) -> None:
+    """Where workers share no steps they give theirs after every step, and nobody waits for the answer."""
+    meeting = threading.Barrier(2, timeout=PATIENCE_S)
+    strategy = {"async": StrategyFactory.create_async_strategy, "sync": StrategyFactory.create_sync_strategy}[mode]
+
+    def body(fleet: Fleet, worker: int) -> None:
+        model, count = constant(), Count()
+        optimizer = fleet.distributed_optimizer(OPTIMIZERS["adam"](model), strategy(), model=model)
+        fleet.init_worker()
+        checkpoints = Checkpoints(tmp_path, every_steps=1000, state={"count": count}, background=False, fleet=fleet)
+        for _ in range(3):
+            optimizer.minimize(model())
+            count.number += 1
+            checkpoints.after_step()
+        meeting.wait()
+        if worker == 0:
+            fleet.resize_servers(names([2]))
+        meeting.wait()
+        for _ in range(given):
+            count.number += 10 + worker
+            checkpoints.after_step()
+        if mode == "async":
+            fleet.barrier_worker()
+        checkpoints.save()
+        fleet.barrier_worker()
+
+    job = Resized(body, [0], [2])
+    job.join(job.start())
+    assert job.errors == {}
+    states = states_in(Checkpoint.open(Checkpoints.latest(tmp_path)))
+    found = {of: values(state, "")["count.number"] for of, _, state in states}
+    assert found == {worker: 3 + given * (10 + worker) for worker in range(2)}

@@ -74,7 +74,7 @@ def begin(worker: WorkerRuntime, dirname: object, mode: object, own: Bytes | Non
     name = progress.name_of_call(f"save_persistables({where!r})")
     shares = Shares(wanted or name, everyone=not wanted) if own is not None or wanted else None
     if own is not None:
-        worker.own_states.give(wanted or name, own)
+        worker.following(lambda: worker.own_states.give(wanted or name, own))
 
     def base_of(last: dict[str, Any]) -> Saved | None:
         after = Saved(last["id"], last["url"]) if mode == DELTA and last["id"] else None  # without one: everything
@@ -240,9 +240,9 @@ class CheckpointStates:
         with self._worker.turns.take():
             self._worker.finish_interrupted("Checkpoints")
             if name:
-                self._own_states.give(name, state, last=last)
+                self._worker.following(lambda: self._own_states.give(name, state, last=last))
             else:
-                self._own_states.pass_on(state)
+                self._worker.following(lambda: self._own_states.pass_on(state))
 
     def end(self) -> None:
         self._own_states.gives = False

@@ -42,8 +42,10 @@ class OwnStates:
         #: the name of a checkpoint that is to follow the next push
         self.asks = ""
         self._asked_at = -1
-        self._under_way: PendingRequest | None = None
+        #: what was passed on last, and until it is known to be there, that with how many steps had been taken then
         self._given: bytes | None = None
+        self._passing: tuple[Bytes, int] | None = None
+        self._under_way: PendingRequest | None = None
 
     # ---------------------------------------------------------------- with a step
 
@@ -90,12 +92,18 @@ class OwnStates:
         if content != self._given:
             self._check_size(data)
             self.wait_until_given()
-            self._given = content
-            give = pb.Give(steps=self._progress.taken)
+            self._given, self._passing = content, (data, self._progress.taken)
+        self._begin_to_give()
+
+    def _begin_to_give(self) -> None:
+        """Send what is passed on, unless it is on its way."""
+        if self._passing is not None and self._under_way is None:
+            data, steps = self._passing
             keeper = self._connections.by_server[0]
-            request = keeper.request(self._progress.completed, give=give)
-            self._under_way = keeper.start(Frame(request, [WireTensor.of(data)]), "state for checkpoints")
-            self._under_way.send()
+            request = keeper.request(self._progress.completed, give=pb.Give(steps=steps))
+            under_way = keeper.start(Frame(request, [WireTensor.of(data)]), "state for checkpoints")
+            under_way.send()
+            self._under_way = under_way
 
     def forget_given(self) -> None:
         """Forget what was given: it belongs to steps that are no more."""
@@ -103,10 +111,13 @@ class OwnStates:
         self._given = None
 
     def wait_until_given(self) -> None:
-        """Wait until the state that was passed on is there."""
-        if self._under_way is not None:
-            self._under_way.result()
-            self._under_way = None
+        """Wait until the state that was passed on is there. Where that fails, as the job has moved to other servers,
+        the next call sends it anew."""
+        self._begin_to_give()
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.result()
+            self._passing = None
 
     def collect(self, shares: Shares) -> dict[str, Any]:
         """Wait until everybody has given a state who will; return who has, how many steps they had taken, and who

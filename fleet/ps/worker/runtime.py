@@ -574,7 +574,7 @@ class WorkerRuntime:
         """Have everything applied that this worker has computed, and that its script has changed."""
         self._send_edits()
         self.following(self._flush)
-        self.own_states.wait_until_given()
+        self.following(self.own_states.wait_until_given)
 
     def _flush(self) -> None:
         self._pusher.finish_interrupted()  # the servers may have moved while a rest of gradients was pushed
