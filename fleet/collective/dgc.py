@@ -174,11 +174,14 @@ class DeepCompression:
         gradients = [member.param.grad for member in mine]
         for member in mine:
             member.param.grad = None
-        rest()
+        try:
+            rest()
+        finally:  # a hook of the script's may raise, and the step be taken once more
+            for member, gradient in zip(mine, gradients, strict=True):
+                member.param.grad = gradient
         for member, gradient in zip(mine, gradients, strict=True):
             assert gradient is not None, "chosen so"
             member.param.add_(gradient, alpha=-float(member.options["lr"]))
-            member.param.grad = gradient
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:

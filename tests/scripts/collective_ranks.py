@@ -749,6 +749,34 @@ def dgc_sends_what_it_promises(me: Rank) -> None:
     fleet.stop_worker()
 
 
+@check(2)
+def dgc_keeps_gradients_though_a_hook_raises(me: Rank) -> None:
+    """The step is taken once more, and counts."""
+    results = []
+    for fails in (False, True):
+        fleet = me.fleet()
+        model = large()
+        inner = torch.optim.SGD(model.parameters(), lr=0.05)
+        left = [ArithmeticError("no")] if fails else []
+
+        def raise_once(*_: Any, left: list[ArithmeticError] = left) -> None:
+            if left:
+                raise left.pop()
+
+        inner.register_step_pre_hook(raise_once)
+        strategy = DistributedStrategy(dgc=DGC(sparsity=(0.9,)))
+        optimizer = fleet.distributed_optimizer(inner, strategy, model=model)
+        fleet.init_worker()
+        loss_of(model, me.rank, 0, 64).backward()
+        if fails:
+            raises(ArithmeticError, "no", optimizer.step)
+            assert all(param.grad is not None for param in model.parameters())
+        optimizer.step()
+        results.append(values(model))
+        fleet.stop_worker()
+    close(*results, 0.0)
+
+
 @check(4)
 def hierarchies_and_communicators_change_no_number(me: Rank) -> None:
     results = []
