@@ -169,7 +169,6 @@ class DeepCompression:
         """Update compressed parameters plainly, and let ``rest`` update the others."""
         for optimizer in {member.optimizer for member in self._eligible.values()}:
             _check_optimizer(optimizer)  # whose step() may have been replaced since
-        self.step += 1
         mine = [m for m in self._eligible.values() if id(m.param) in self._residuals and m.param.grad is not None]
         gradients = [member.param.grad for member in mine]
         for member in mine:
@@ -182,6 +181,7 @@ class DeepCompression:
         for member, gradient in zip(mine, gradients, strict=True):
             assert gradient is not None, "chosen so"
             member.param.add_(gradient, alpha=-float(member.options["lr"]))
+        self.step += 1
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:

@@ -209,11 +209,10 @@ class CollectiveWorker:
             self.extend()
         elif self._reducer is not None and self._rounds_seen == self.group.monitor.rounds:
             self._reducer.check_watching()  # nothing was averaged since the step before: is that the user's will?
-        self.steps += 1
-        self.own_steps += 1
         if self._pace.merged > 1:
             self._merged.add()
-            if not self._pace.updates(self.steps):
+            if not self._pace.updates(self.steps + 1):
+                self._count_step()
                 return
             merge = self._strategy.gradient_merge
             assert merge is not None
@@ -226,10 +225,15 @@ class CollectiveWorker:
             update()
         else:
             self._compression.update(update)
+        self._count_step()  # now: one that raises, and is taken again, counts once, as it does for the others
         self._rounds_seen = self.group.monitor.rounds
         self._unaveraged = True
         if self._pace.averages(self.steps):
             self._average(contribute=True)
+
+    def _count_step(self) -> None:
+        self.steps += 1
+        self.own_steps += 1
 
     def _reduce(self, taking_part: bool) -> None:
         assert self._reducer is not None
@@ -248,7 +252,7 @@ class CollectiveWorker:
             if member.param.grad is not None and not bool(torch.isfinite(member.param.grad).all()):
                 raise NonFiniteGradientError(
                     f"the gradient of {member.name!r} holds NaN or infinity",
-                    where=f"worker {self.assignment.index}, step {self.steps}",
+                    where=f"worker {self.assignment.index}, step {self.steps + 1}",
                 )
 
     def name_of_call(self, call: str) -> str:

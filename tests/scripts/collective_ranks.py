@@ -750,6 +750,32 @@ def dgc_sends_what_it_promises(me: Rank) -> None:
 
 
 @check(2)
+def a_step_that_a_hook_ends_counts_when_it_is_taken_again(me: Rank) -> None:
+    """On the one worker where it raised: all name what they do together after their steps."""
+    fleet = me.fleet()
+    model = network()
+    inner = torch.optim.SGD(model.parameters(), lr=0.05)
+    left = [ArithmeticError("no")] if me.rank == 1 else []
+
+    def raise_once(*_: Any) -> None:
+        if left:
+            raise left.pop()
+
+    inner.register_step_pre_hook(raise_once)
+    optimizer = fleet.distributed_optimizer(inner, model=model)
+    fleet.init_worker()
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(model, me.rank, step).backward()
+        if left:
+            raises(ArithmeticError, "no", optimizer.step)
+        optimizer.step()
+    assert fleet.resume_step() == 2
+    fleet.save_persistables(str(me.scratch / "once"))
+    fleet.stop_worker()
+
+
+@check(2)
 def dgc_keeps_gradients_though_a_hook_raises(me: Rank) -> None:
     """The step is taken once more, and counts."""
     results = []
