@@ -11,6 +11,7 @@ import math
 import socket
 import statistics
 import threading
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -659,7 +660,44 @@ class Counted:
             yield batch
 
 
+def holding(make: Callable[[], Any]) -> list[tuple[Any, Any]]:
+    """Batches that hold something beside their ids."""
+    return [(torch.tensor([number, 0]), make()) for number in range(4)]
+
+
+def in_itself() -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    made["whole"] = made
+    return made
+
+
+def lists_in_lists() -> list[Any]:
+    made: list[Any] = [1] * 64
+    for _ in range(8):
+        made = [made] * 64
+    return made
+
+
+def masked() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.masked.masked_tensor(torch.ones(9), torch.ones(9).bool())
+
+
 ONLY_THE_LOOPS: dict[str, Callable[[], Iterable[Any]]] = {
+    "a dict in itself": lambda: holding(in_itself),
+    "lists in lists": lambda: holding(lists_in_lists),
+    "a mask that is broadcast": lambda: holding(lambda: torch.ones(3)[None].expand(10**15, 3)),
+    "a tensor that is masked": lambda: holding(masked),
+    "any element types": lambda: holding(
+        lambda: [
+            torch.ones(2, 3, dtype=torch.complex64).t().conj(),
+            torch.ones(2, 3).bfloat16()[:, ::2],
+            torch.ones(3).to(torch.float8_e4m3fn),
+            np.array([None, {}], object),
+            torch.eye(2).to_sparse(),
+        ]
+    ),
     "objects of their own": lambda: in_one(Kept(), copies=True),
     "dicts of their own": lambda: in_one({"all": torch.ones(3)}, copies=True),
     "one object": lambda: [Kept(torch.tensor([1, 0]))] * 4,
@@ -727,6 +765,14 @@ LABELS_WRITTEN_OVER: dict[str, tuple[Callable[[], Iterable[Any]], str]] = {
     "the end of much": (
         lambda: beside(np.zeros(99_999)[::-1], lambda ids, labels: (ids, labels[::-1])),
         r"batch\[1\]",
+    ),
+    "the end of a column": (
+        lambda: (lambda all_: beside(all_[-1:], lambda ids, _: (ids, all_[:, 1])))(torch.zeros(99_999, 2)),
+        r"batch\[1\]",
+    ),
+    "lists in dicts in lists": (
+        lambda: beside([0], lambda ids, labels: (ids, [{"y": [labels]}])),
+        r"\['y'\]\[0\]\[0\]",
     ),
 }
 

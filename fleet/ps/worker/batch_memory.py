@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, is_dataclass
 from itertools import islice
 from typing import Any, Generic, TypeVar
@@ -152,25 +152,35 @@ def _looks(batch: object) -> dict[str, Any]:
     """Return what the parts of a batch look like, by where they are in it: of containers and what they hold, and of an
     object its tensors and arrays."""
     found: dict[str, Any] = {}
-    parts = deque[tuple[str, Any]]([("", batch)])
-    while parts and len(found) < _MOST_PARTS:
-        at, part = parts.popleft()
-        if isinstance(part, torch.Tensor):
-            found[at] = _sample(part)
-        elif isinstance(part, np.ndarray):
-            found[at] = (part.shape, part.flat[:_SAMPLE].tobytes(), part.flat[-_SAMPLE:].tobytes())
-        elif isinstance(part, _PLAIN):
-            found[at] = part
-        elif isinstance(part, dict):
-            parts.extend((f"{at}[{key!r}]", each) for key, each in islice(dict.items(part), _MOST_PARTS))
-        elif isinstance(part, list | tuple):
-            parts.extend((f"{at}[{index}]", each) for index, each in enumerate(islice(part, _MOST_OF_A_LIST)))
-        elif is_dataclass(part):
-            parts.extend((f"{at}.{name}", each) for name, each in _attributes(part))
-        elif part is batch:  # what else it holds may be its iterator's own
-            both = (torch.Tensor, np.ndarray)
-            parts.extend((f"{at}.{name}", each) for name, each in _attributes(part) if isinstance(each, both))
+    holders = deque[Iterable[tuple[str, Any]]]([[("", batch)]])
+    for _ in range(_MOST_PARTS):  # lists in lists would be many more, or without end where one holds itself
+        if not holders:
+            break
+        for at, part in holders.popleft():
+            if isinstance(part, torch.Tensor):
+                found[at] = _sample(part)
+            elif isinstance(part, np.ndarray):
+                found[at] = (part.shape, part.flat[:_SAMPLE].tobytes(), part.flat[-_SAMPLE:].tobytes())
+            elif isinstance(part, _PLAIN):
+                found[at] = part
+            else:
+                holders.append(_parts(at, part, is_batch=part is batch))
+            if len(found) == _MOST_PARTS:
+                return found
     return found
+
+
+def _parts(at: str, holder: object, *, is_batch: bool) -> Iterator[tuple[str, Any]]:
+    """Yield what something in a batch holds, and where."""
+    if isinstance(holder, dict):
+        yield from ((f"{at}[{key!r}]", each) for key, each in islice(dict.items(holder), _MOST_PARTS))
+    elif isinstance(holder, list | tuple):
+        yield from ((f"{at}[{index}]", each) for index, each in enumerate(islice(holder, _MOST_OF_A_LIST)))
+    elif is_dataclass(holder):
+        yield from ((f"{at}.{name}", each) for name, each in _attributes(holder))
+    elif is_batch:  # what else it holds may be its iterator's own
+        both = (torch.Tensor, np.ndarray)
+        yield from ((f"{at}.{name}", each) for name, each in _attributes(holder) if isinstance(each, both))
 
 
 def _attributes(part: object) -> list[tuple[str, Any]]:
@@ -181,11 +191,22 @@ def _attributes(part: object) -> list[tuple[str, Any]]:
 
 
 def _sample(tensor: torch.Tensor) -> Any:
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.device.type != "cpu":
+    is_plain = (
+        type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    )  # else it may have no memory of its own
+    if not is_plain or tensor.layout is not torch.strided or tensor.is_nested or tensor.device.type != "cpu":
         return id(tensor), _versions({0: tensor})
-    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
-    ends = [part.contiguous().view(torch.uint8).numpy().tobytes() for part in (flat[:_SAMPLE], flat[-_SAMPLE:])]
-    return (tensor.shape, *ends)
+    with torch._C.DisableTorchFunctionSubclass():
+        count, detached = tensor.numel(), tensor.detach()
+        ends = (_between(detached, *each) for each in ((0, min(count, _SAMPLE)), (max(count - _SAMPLE, 0), count)))
+        return (tensor.shape, *(each.resolve_conj().resolve_neg().view(torch.uint8).numpy().tobytes() for each in ends))
+
+
+def _between(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Return some of the numbers of a tensor, in their order, without a copy of all of them."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)[start:stop]
+    return tensor[torch.unravel_index(torch.arange(start, stop, device="cpu"), tensor.shape)]
 
 
 def _versions(memory: dict[int, Any]) -> int:
