@@ -23,7 +23,8 @@ from patience import PATIENCE_S
 from test_parity_dense import OPTIMIZERS
 
 from fleet import Fleet
-from fleet.errors import ProtocolError, UnsupportedError
+from fleet.errors import ConfigurationError, ProtocolError, UnsupportedError
+from fleet.nn import Embedding
 from fleet.numeric.tensors import WireTensor
 from fleet.ps.server.replacement import Replacement
 from fleet.ps.wire import fleet_pb2 as pb
@@ -1050,6 +1051,33 @@ def test_rows_that_were_changed_need_no_worker_that_is_gone() -> None:
 
     got, _ = run_job(body, 2, 2)
     assert_close([got], [torch.full((5, 2), 4.0)])
+
+
+@pytest.mark.parametrize("reads", ["state_dict", "look-up", "nothing"])
+def test_rows_of_a_step_that_is_refused_do_not_come_back_with_the_next(reads: str) -> None:
+    """They have left for the servers by then, and the script goes on to change them once more."""
+
+    def body(fleet: Fleet, index: int) -> torch.Tensor:
+        rows = 300_000
+        table = Embedding(rows, 1, initializer="zeros")
+        optimizer = fleet.distributed_optimizer(torch.optim.SGD(table.parameters(), lr=1.0), model=table)
+        fleet.init_worker()
+        table.weight.data[:2] = 5.0
+        if index == 0:
+            sum(table(ids).sum() for ids in torch.arange(rows).split(rows // 9)).backward()
+            with pytest.raises(ConfigurationError, match="push of step 1; expected at most 1 MiB"):
+                optimizer.step()
+            table.weight.data[:2] = 7.0
+            if reads == "state_dict":
+                assert fleet.state_dict(table)["weight"][:2].tolist() == [[7.0], [7.0]]
+            elif reads == "look-up":
+                assert table(torch.arange(2)).flatten().tolist() == [7.0, 7.0]
+        optimizer.zero_grad()
+        optimizer.minimize(table(torch.tensor([1, 2])).sum())
+        return table(torch.arange(3)).detach().flatten()
+
+    for got in run_job(body, 2, 1, environ={**PATIENT, "FLEET_MAX_MESSAGE_MB": "1"}):
+        assert_close([got], [torch.tensor([7.0, 6.0, -1.0])])
 
 
 @pytest.mark.parametrize("journal_bytes", [None, 1])

@@ -130,6 +130,12 @@ class Rounds:
         self.snapshot = self.previous = self.cuts = None
         self.recent.forget()
 
+    def write_edits(self) -> None:
+        """Write the rows that a script has changed, in the order in which it did."""
+        for write in self.edits:
+            write()
+        self.edits.clear()
+
     def previous_for(self, worker: int, version: int) -> PreviousRound | None:
         """Return what there was at a version, for a worker that has started again and computes its last step once
         more."""

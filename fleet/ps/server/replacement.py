@@ -58,10 +58,9 @@ class Replacement:
                 write_upload(job.held(), upload, tensors)
                 job.rounds.forget_values()
 
-            if upload.with_step and job.policy.shares_steps:
-                job.rounds.edits.append(write)
-            else:
-                write()
+            job.rounds.edits.append(write)
+            if not (upload.with_step and job.policy.shares_steps):
+                job.rounds.write_edits()  # of a step that was refused there may be earlier ones
         elif len(upload.blocks) != 1 or len(tensors) != 2:
             raise ProtocolError("an edit of parameters is of one block, and has marks and values", where=job.where)
         else:

@@ -387,9 +387,7 @@ class StepRequests:
             job.feed.give(shard, due.version - 1, job.progress.loads, self._clock.now)
         # All of a worker's push is here or nothing, where there is no second server; without rounds no step has values.
         keep = job.policy.shares_steps and shard.plan.spec.settings.server_num > 1
-        for write in rounds.edits:
-            write()
-        rounds.edits.clear()
+        rounds.write_edits()
         rounds.previous = None
         rounds.recent.note(due.version, contributions)
         dense = _dense_at(job, due.version - 1) if keep else []
