@@ -9,6 +9,7 @@ import json
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -666,6 +667,23 @@ def test_what_comes_after_an_averaged_backward_is_averaged_too(net: Net, backwar
     whole, _ = run_job(body("servers"), 2)
     for got in run_job(body("all_reduce"), 2):
         assert_close(got, whole)
+
+
+def test_gradients_that_a_script_drops_after_a_step_are_gone(net: Net) -> None:
+    """Until they lie in buckets, which stay."""
+
+    def body(fleet_: Fleet, worker: int) -> list[int]:
+        model = copy.deepcopy(net)
+        plain = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = fleet_.distributed_optimizer(plain, sync(dense="all_reduce"), model=model)
+        fleet_.init_worker()
+        model.loss(0, worker).backward()
+        gradients = [weakref.ref(param.grad) for param in model.dense.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+        return [index for index, gradient in enumerate(gradients) if gradient() is not None]
+
+    assert run_job(body, 2) == [[], []]
 
 
 def test_buffers_are_the_first_worker_s(net: Net) -> None:

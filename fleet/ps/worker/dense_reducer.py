@@ -63,6 +63,9 @@ class LoneReducer:
     def check_watching(self) -> None:
         """Do nothing: gradients are read where the step is taken."""
 
+    def let_go(self) -> None:
+        """Do nothing: no gradient is held."""
+
     def close(self) -> None:
         """Do nothing: no parameter is held."""
 
@@ -128,6 +131,10 @@ class LastingReducer(Reducer):
         self._lasting.is_unfinished |= self._is_open
         super().close()
         self._pending.clear()
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Let go of the gradients of a step that is taken, so that they are gone when the script drops them."""
         self._averaged = []
 
     # ---------------------------------------------------------------- within a backward

@@ -323,6 +323,7 @@ class DenseTraining:
         if reducer.is_taken_over:  # by whichever the others have
             self._options_used = 0
         reducer.is_taken_over = False
+        reducer.let_go()
         self._steps += not self._is_late
         self._be_between_steps()
         self._is_ending = True
