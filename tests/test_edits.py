@@ -17,21 +17,24 @@ import pytest
 import torch
 from dying import DyingJob, every
 from faults import Action, Fault, FaultyNetwork
-from harness import PATIENT, assert_close, run_job, values
-from inside import connections, flush
+from harness import PATIENT, SOON, Job, assert_close, run_job, until, values
+from inside import connections, flush, leave
 from patience import PATIENCE_S
 from test_parity_dense import OPTIMIZERS
 
 from fleet import Fleet
-from fleet.errors import ConfigurationError, ProtocolError, UnsupportedError
+from fleet.base.cluster import Endpoint
+from fleet.errors import ConfigurationError, DeadlineError, ProtocolError, UnsupportedError
 from fleet.nn import Embedding
 from fleet.numeric.tensors import WireTensor
 from fleet.ps.server.replacement import Replacement
+from fleet.ps.server.step_requests import StepRequests
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.ps.worker import connection
 from fleet.ps.worker.trained_model import MANY, TrainedModel
+from fleet.role_maker import Role, UserDefinedRoleMaker
 from fleet.strategy.parameter_server import StrategyFactory
 
 STEPS = 4
@@ -1051,6 +1054,51 @@ def test_rows_that_were_changed_need_no_worker_that_is_gone() -> None:
 
     got, _ = run_job(body, 2, 2)
     assert_close([got], [torch.full((5, 2), 4.0)])
+
+
+def test_a_worker_that_takes_a_step_once_more_changes_rows_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was killed between two servers: one has the step, and the rows as they are after it."""
+    environ = {**SOON, "FLEET_JOB_ID": "one", "FLAGS_rpc_retry_times": "0"}
+    lost = Fault(Action.DROP_REQUEST, Endpoint.parse("server1:1"), 0, "push", 2, times=None)
+    closed, close = set[str](), StepRequests._close
+
+    def closing(self: Any, job: Any, due: Any, scale: float) -> None:
+        close(self, job, due, scale)
+        if due.version == 2:
+            closed.add(job.where)
+
+    monkeypatch.setattr(StepRequests, "_close", closing)
+
+    def train(fleet: Fleet, steps: Iterable[int] | None = None) -> torch.Tensor:
+        model = torch.nn.ModuleDict({"t": torch.nn.Embedding(5, 2, sparse=True, _weight=torch.zeros(5, 2))})
+        model["line"] = torch.nn.Linear(2, 1)
+        optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model=model)
+        fleet.init_worker()
+        for step in range(fleet.resume_step(), 3) if steps is None else steps:
+            if step == 1:
+                with torch.no_grad():
+                    model["line"].weight.fill_(3.0)
+                model["t"].weight.data.add_(5.0)
+            optimizer.zero_grad()
+            optimizer.minimize(model["t"](torch.arange(5)).sum() + model["line"].weight.sum())
+        return torch.cat([model["t"](torch.arange(5)).detach(), model["line"].weight.detach()])
+
+    def body(fleet: Fleet, index: int) -> torch.Tensor:
+        if index == 0:
+            first = Fleet(environ=environ, network=running.network)
+            first.init(UserDefinedRoleMaker(0, Role.WORKER, 2, running.endpoints))
+            with pytest.raises(DeadlineError, match="push of step 2"):
+                train(first, range(2))
+            leave(first)
+            network.clear()
+            until(lambda: len(closed) == 1)
+        return train(fleet)
+
+    network = FaultyNetwork(LoopbackNetwork(), lost)
+    running = Job(body, 2, 2, environ={**environ, "FLAGS_rpc_deadline": "60000"}, network=network)
+    rows = [torch.full((5, 2), 2.0), torch.full((1, 2), 1.0)]
+    for got in running.run():
+        assert_close([got], [torch.cat(rows)])
 
 
 @pytest.mark.parametrize("reads", ["state_dict", "look-up", "nothing"])

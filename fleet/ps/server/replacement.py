@@ -58,8 +58,12 @@ class Replacement:
                 write_upload(job.held(), upload, tensors)
                 job.rounds.forget_values()
 
-            job.rounds.edits.append(write)
-            if not (upload.with_step and job.policy.shares_steps):
+            waits = upload.with_step and job.policy.shares_steps
+            # A worker that starts again takes a step once more where another server lacks it. Here it is over, and so
+            # is what was changed before it.
+            if not waits or arrival.request.step >= job.rounds.gate.version:
+                job.rounds.edits.append(write)
+            if not waits:
                 job.rounds.write_edits()  # of a step that was refused there may be earlier ones
         elif len(upload.blocks) != 1 or len(tensors) != 2:
             raise ProtocolError("an edit of parameters is of one block, and has marks and values", where=job.where)
