@@ -892,3 +892,38 @@ def test_a_model_whose_rows_an_earlier_job_took_cannot_start_a_fresh_one() -> No
         else:
             with pytest.raises(UnsupportedError, match="earlier job"):
                 alone.init_worker()
+
+
+class _Doubled(fleet.nn.Embedding):
+    def forward(self, ids: torch.Tensor, *, weights: torch.Tensor | None = None) -> torch.Tensor:
+        return 2 * super().forward(ids, weights=weights)
+
+
+@pytest.mark.parametrize("kind", ["own forward", "set forward", "bag", "torch's bag", "torch's", "plain", "layers"])
+def test_what_stands_in_a_group_is_called_as_it_is(kind: str) -> None:
+    def body(fleet_: Fleet, _: int) -> None:
+        ones = "constant(1.0)"
+        group = fleet.nn.EmbeddingGroup(dict.fromkeys("ab", (9, 2)), initializer=ones)
+        made: dict[str, Callable[[], torch.nn.Module]] = {
+            "own forward": lambda: _Doubled(9, 2, initializer=ones),
+            "set forward": lambda: fleet.nn.Embedding(9, 2, initializer=ones),
+            "bag": lambda: fleet.nn.EmbeddingBag(9, 2, mode="sum", initializer=ones),
+            "torch's bag": lambda: torch.nn.EmbeddingBag(9, 2, mode="sum", sparse=True),
+            "torch's": lambda: torch.nn.Embedding(9, 2, sparse=True),
+            "plain": lambda: torch.nn.Embedding(9, 2),
+            "layers": lambda: torch.nn.Sequential(torch.nn.Embedding(9, 2), torch.nn.Linear(2, 3)),
+        }
+        group["b"] = made[kind]()
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD(group.parameters(), lr=0.1), model=group)
+        fleet_.init_worker()
+        if kind == "set forward":
+            inner = group["b"].forward
+            group["b"].forward = lambda ids: inner(ids) - 1
+        ids = torch.tensor([[1, 2], [3, 3]])
+        for _ in range(3):
+            found = group({"a": ids, "b": ids})
+            assert torch.equal(found["a"], group["a"](ids))
+            assert torch.equal(found["b"], group["b"](ids))
+            optimizer.minimize(found["a"].sum() + found["b"].sum())
+
+    run_job(body, 1, 1)

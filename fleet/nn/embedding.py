@@ -68,7 +68,10 @@ def asking(module: Any, ids: torch.Tensor, weights: torch.Tensor | None = None) 
             got=_said(module.admit, module.evict) or "none",
             todo="Give the same admit= and evict= to all modules that share a weight.",
         )
-    return Wanted(handle, ids, module.training, module.padding_idx, isinstance(module, EMBEDDINGS), weights)
+    padding = module.padding_idx
+    if padding is not None and padding < 0:  # set later: what is given to embeddings is a place already
+        padding = padding_index(padding, module.num_embeddings)
+    return Wanted(handle, ids, module.training, padding, isinstance(module, EMBEDDINGS), weights)
 
 
 def _check_weights(module: Any, ids: torch.Tensor, weights: object) -> None:

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.nn.modules.module import _has_any_global_hook
 
 from fleet.errors import ArgumentTypeError, ConfigurationError
-from fleet.nn.embedding import Embedding, asking
+from fleet.nn.embedding import Embedding, asking, is_remote
 from fleet.nn.expand import embedded
 from fleet.nn.handle import Wanted
 from fleet.nn.jagged import like
@@ -77,10 +78,12 @@ class EmbeddingGroup(torch.nn.ModuleDict):
     def forward(
         self, ids: Mapping[str, torch.Tensor], *, weights: Mapping[str, torch.Tensor] | None = None
     ) -> dict[str, torch.Tensor]:
-        asked = self.asking(ids, weights)
+        asked = {name: each for name, each in self.asking(ids, weights).items() if _is_only_looked_up(self[name])}
         found = dict(zip(asked, embedded(list(asked.values())), strict=True))
+        weighed = {name: {"weights": each} for name, each in (weights or {}).items()}
         return {
-            name: like(values, found[name]) if name in found else self[name](values) for name, values in ids.items()
+            name: like(values, found[name]) if name in found else self[name](values, **weighed.get(name, {}))
+            for name, values in ids.items()
         }
 
     def asking(
@@ -105,8 +108,21 @@ class EmbeddingGroup(torch.nn.ModuleDict):
                 expected=", ".join(ids),
                 got=", ".join(map(repr, unknown)),
             )
-        asked = {name: asking(self[name], values, weights.get(name)) for name, values in ids.items()}
+        asked = {
+            name: asking(self[name], values, weights.get(name)) if is_remote(self[name]) else None
+            for name, values in ids.items()
+        }
         return {name: each for name, each in asked.items() if each is not None}
+
+
+def _is_only_looked_up(module: torch.nn.Module) -> bool:
+    """Say whether a call of this module would do nothing but look its table up: no hook is told of it, no forward of a
+    script's own takes part, and torch's own functions need not see the values."""
+    if torch._C._get_tracing_state() is not None or torch._C._are_functorch_transforms_active():
+        return False
+    told = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    is_ours = type(module).forward is Embedding.forward and "forward" not in vars(module)
+    return is_ours and not any(told) and not _has_any_global_hook()
 
 
 def _rules(sizes: Any) -> Any:

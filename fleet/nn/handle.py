@@ -341,7 +341,7 @@ class TableHandle:
             found = (lookup.ids == padding_idx).nonzero()
             if found.numel():
                 padding = int(found[0])
-                if self.zero_padding:
+                if self.zero_padding and padding_idx == self.padding_idx:  # or it is a row like others, now frozen
                     rows = rows.clone()
                     rows[padding].zero_()
         weighed = None

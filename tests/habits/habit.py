@@ -54,7 +54,10 @@ class Net(torch.nn.Module):
         self.out = torch.nn.Linear(5, 1)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        found = self.table(ids).flatten(1)
+        return self.above(self.table(ids).flatten(1))
+
+    def above(self, found: torch.Tensor) -> torch.Tensor:
+        """Return what the layers make of the rows."""
         return self.out(torch.tanh(self.norm(self.hidden(found)))).squeeze(1)
 
 

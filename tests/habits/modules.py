@@ -226,10 +226,11 @@ def padded(sparse: bool) -> nn.Module:
     return model
 
 
-@as_in_torch("`table.padding_idx = 3` in a running job")
+@as_in_torch("`table.padding_idx = 3`, `-7`, None in a running job")
 def _(s: Script) -> None:
-    s.model.table.padding_idx = 3
-    s.step(2)
+    for row in (3, -7, None):
+        s.model.table.padding_idx = row
+        s.step(2)
 
 
 @refused("`table.max_norm = 0.1` in a running job", "max_norm")

@@ -53,6 +53,7 @@ from habits.habit import (
     judge,
     plain,
 )
+from habits.nets import Group
 from habits.replicas import Replica, in_replicas
 
 #: What gives rows of a table the same numbers as torch's dense formula: those that no batch touches do not move.
@@ -83,13 +84,6 @@ LEAVES_TO_TIME = ("half-async", "dc-asgd")
 TOGETHER = ("sync", "all-reduce")
 #: In these each worker has to give dense parameters the same values, where a script changes them by itself.
 UNLIKE = ("all-reduce",)
-
-
-class Group(torch.nn.ModuleDict):
-    """Is what an ``EmbeddingGroup`` is in plain torch."""
-
-    def forward(self, ids: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: self[name](values) for name, values in ids.items()}
 
 
 class Drawn(Net):
