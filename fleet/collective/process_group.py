@@ -38,6 +38,8 @@ _PATIENCE = timedelta(days=30)
 _STORE_TIMEOUT = timedelta(seconds=30)
 #: How long a worker that came to the store of an earlier job waits before it tries again.
 _RETRY_S = 0.05
+#: How often a worker that waits for the others looks whether they wait for it.
+_LOOK_S = 1.0
 #: Jobs of this process, one after the other; every worker counts alike.
 _jobs = itertools.count()
 
@@ -55,6 +57,8 @@ class Group:
         self.exchanging: AbstractContextManager[None] = nullcontext()
         self._adopted = False
         self._made: list[dist.ProcessGroup] = []
+        #: how often the workers have compared what they do
+        self._checks = 0
         self._control: dist.ProcessGroup | None = None
         # Apart from what asks it: a group that is abandoned holds on to its store, and must not hold on to the port.
         self._server: TCPStore | None = None
@@ -154,18 +158,36 @@ class Group:
         """Check that everybody is there and will train the same; otherwise name who is missing or differs."""
         told = json.dumps(about, sort_keys=True)
         self._post_and_wait("hello", told, deadline_s)
-        first = json.loads(self.monitor.ask(lambda store: store.get("hello/0")))
-        differing = [name for name, value in json.loads(told).items() if first.get(name) != value]
+        self._refuse_differing(self.monitor.ask(lambda store: store.get("hello/0")).decode(), told, self.rank)
+        self._post_and_wait("agrees", "", deadline_s)
+
+    def _refuse_differing(self, first: str, told: str, rank: int) -> None:
+        theirs, ours = json.loads(first), json.loads(told)
+        differing = [name for name, value in ours.items() if theirs.get(name) != value]
         if differing:
             error = PlanMismatchError(
-                f"worker {self.rank} is about to train something else than worker 0",
-                expected="; ".join(f"{name} {first.get(name)}" for name in differing),
-                got="; ".join(f"{name} {about[name]}" for name in differing),
+                f"worker {rank} is about to train something else than worker 0",
+                expected="; ".join(f"{name} {theirs.get(name)}" for name in differing),
+                got="; ".join(f"{name} {ours[name]}" for name in differing),
                 todo="Build the same model, optimizer and strategy on every worker.",
             )
             self.monitor.fail(str(error))
             raise error
-        self._post_and_wait("agrees", "", deadline_s)
+
+    def check_alike(self, about: Mapping[str, object]) -> None:
+        """Return when all workers have come here, if they are about to do the same. Gloo ends a process in which a
+        collective meets one of another size."""
+        self._checks += 1
+        told, keys = json.dumps(about, sort_keys=True), [f"alike/{self._checks}/{rank}" for rank in range(self.size)]
+        self.monitor.ask(lambda store: store.set(keys[self.rank], told))
+        while self.monitor.until(lambda store: store.check(keys) or None, _LOOK_S) is None:
+            absent = self.monitor.ask(lambda store: [r for r, key in enumerate(keys) if not store.check([key])])
+            where = "a change of what is trained"
+            self.monitor.refuse_left(f"{where} needs every worker", absent)
+            self.monitor.refuse_standstill(absent, where)
+        everybody = [self.monitor.ask(lambda store, key=key: store.get(key).decode()) for key in keys]  # type: ignore[misc]
+        for rank, each in enumerate(everybody):
+            self._refuse_differing(everybody[0], each, rank)
 
     def _post_and_wait(self, what: str, told: str, deadline_s: float) -> None:
         """Write something down for the others, and return when all of them have."""

@@ -111,7 +111,7 @@ class StoreMonitor:
             self.check()
             slices += 1
             if needs_all and slices % _LONG == 0:
-                self._refuse_left(needs_all)
+                self.refuse_left(f"{needs_all} needs every worker in every forward", range(self.size))
             elif slices == _LONG:
                 self.ask(lambda store: store.set(f"waits/{self.rank}", str(self.rounds + 1)))
 
@@ -119,12 +119,12 @@ class StoreMonitor:
         """Say that this worker makes no more calls."""
         self.ask(lambda store: store.set(f"left/{self.rank}", "1"))
 
-    def _refuse_left(self, what: str) -> None:
-        everyone = range(self.size)
-        left = self.ask(lambda store: [other for other in everyone if store.check([f"left/{other}"])])
+    def refuse_left(self, what: str, of: Iterable[int]) -> None:
+        """Raise if one ``of`` these workers has stopped, without which ``what`` cannot go on."""
+        left = self.ask(lambda store: [other for other in of if store.check([f"left/{other}"])])
         if left:
             error = StateError(
-                f"{what} needs every worker in every forward, and worker {left[0]} has stopped",
+                f"{what}, and worker {left[0]} has stopped",
                 where=f"worker {self.rank}",
                 todo="Give all workers the same number of batches.",
             )

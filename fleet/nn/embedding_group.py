@@ -122,7 +122,7 @@ def _is_only_looked_up(module: torch.nn.Module) -> bool:
         return False
     told = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     is_ours = type(module).forward is Embedding.forward and "forward" not in vars(module)
-    return is_ours and not any(told) and not _has_any_global_hook()
+    return is_ours and not any(told) and not _has_any_global_hook()  # type: ignore[no-untyped-call]
 
 
 def _rules(sizes: Any) -> Any:

@@ -512,6 +512,76 @@ def parameters_that_come_later(me: Rank) -> None:
     fleet.stop_worker()
 
 
+def _trained_apart(me: Rank, alter: Callable[[nn.Sequential, Any], None], kind: type[FleetError], words: str) -> None:
+    """Some steps after which each rank alters what is trained."""
+    fleet = me.fleet()
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    model[0].requires_grad_(False)
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+    fleet.init_worker()
+    optimizer.minimize(loss_of(model, me.rank, 0))
+
+    def go_on() -> None:
+        alter(model, optimizer)
+        for step in range(1, 4):
+            optimizer.minimize(loss_of(model, me.rank, step))
+
+    with pytest.raises(FleetError) as caught:
+        go_on()
+    assert isinstance(caught.value, kind) or "failed and ended the job" in str(caught.value), caught.value
+    assert words in str(caught.value)
+    fleet.stop_worker()
+
+
+@check(2)
+def a_layer_that_one_rank_unfreezes(me: Rank) -> None:
+    def alter(model: nn.Sequential, optimizer: Any) -> None:
+        model[0].requires_grad_(me.rank == 1)
+
+    _trained_apart(me, alter, StateError, "worker 1 waits in a change of what is trained for worker 0")
+
+
+@check(2)
+def a_parameter_that_one_rank_adds(me: Rank) -> None:
+    def alter(model: nn.Sequential, optimizer: Any) -> None:
+        if me.rank == 0:
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4))]})
+
+    _trained_apart(me, alter, StateError, "worker 0 waits in a change of what is trained for worker 1")
+
+
+@check(2)
+def parameters_of_other_sizes_that_ranks_add(me: Rank) -> None:
+    def alter(model: nn.Sequential, optimizer: Any) -> None:
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4 + me.rank))]})
+
+    _trained_apart(me, alter, PlanMismatchError, "worker 1 is about to train something else than worker 0")
+
+
+@check(2)
+def a_parameter_added_where_one_rank_has_frozen_another(me: Rank) -> None:
+    def alter(model: nn.Sequential, optimizer: Any) -> None:
+        model[1].bias.requires_grad_(me.rank == 0)
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4))]})
+
+    _trained_apart(me, alter, PlanMismatchError, "worker 1 is about to train something else than worker 0")
+
+
+@check(2)
+def a_parameter_added_after_one_rank_has_stopped(me: Rank) -> None:
+    fleet = me.fleet()
+    model = nn.Linear(8, 4)
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+    fleet.init_worker()
+    optimizer.minimize(loss_of(model, me.rank, 0))
+    words = "a change of what is trained needs every worker, and worker 1 has stopped"
+    if me.rank == 1:
+        raises(FleetError, words, fleet.stop_worker)
+        return
+    more = {"params": [nn.Parameter(torch.ones(4))]}
+    raises(StateError, words, lambda: optimizer.add_param_group(more))
+
+
 @check(2)
 def optimizer_state_is_here(me: Rank) -> None:
     fleet = me.fleet()
