@@ -97,7 +97,8 @@ def load_state(worker: CollectiveWorker, model: object, state: object) -> None:
         raise ArgumentTypeError("model must be a torch.nn.Module", got=type(model).__name__)
     if not isinstance(state, Mapping):
         raise ArgumentTypeError("state must be a dict of tensors by name", got=type(state).__name__)
-    before = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    own = model.state_dict()
+    before = {name: value.detach().clone() for name, value in own.items()}
     try:
         model.load_state_dict(state, strict=True)
     except RuntimeError as error:  # it names each parameter, with both shapes, and has copied what fits
@@ -107,6 +108,8 @@ def load_state(worker: CollectiveWorker, model: object, state: object) -> None:
             got=str(error),
             todo="Build the model as it was when the state was taken.",
         ) from None
+    sizes = {name: [*value.shape] for name, value in own.items()}
+    worker.group.check_alike("load_state_dict()", {"values": sizes})
     worker.group.broadcast(list(model.state_dict().values()), 0)
 
 
@@ -126,11 +129,13 @@ def load(worker: CollectiveWorker, dirname: object, *, strict: bool = True) -> N
         except Exception as error:
             failure = json.dumps({"failure": str(error)})
             monitor.ask(lambda store: store.set(key, failure))
+            group.check_alike("load_persistables()", {})
             raise
         monitor.ask(lambda store: store.set(key, json.dumps(found)))
+        group.check_alike("load_persistables()", {})
     else:
         object_states.note_load(worker)
-        monitor.until(lambda store: store.check([key]) or None)
+        group.check_alike("load_persistables()", {})
         found = json.loads(monitor.ask(lambda store: store.get(key)))
         if "failure" in found:
             raise CheckpointError("worker 0 could not load the checkpoint", where=str(dirname), got=found["failure"])

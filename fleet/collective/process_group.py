@@ -174,15 +174,15 @@ class Group:
             self.monitor.fail(str(error))
             raise error
 
-    def check_alike(self, about: Mapping[str, object]) -> None:
-        """Return when all workers have come here, if they are about to do the same. Gloo ends a process in which a
-        collective meets one of another size."""
+    def check_alike(self, where: str, about: Mapping[str, object]) -> None:
+        """Return when all workers have come to this call, if they are about to do the same. Gloo ends a process in
+        which a collective meets one of another size."""
         self._checks += 1
-        told, keys = json.dumps(about, sort_keys=True), [f"alike/{self._checks}/{rank}" for rank in range(self.size)]
+        told = json.dumps({"call": where, **about}, sort_keys=True)
+        keys = [f"alike/{self._checks}/{rank}" for rank in range(self.size)]
         self.monitor.ask(lambda store: store.set(keys[self.rank], told))
         while self.monitor.until(lambda store: store.check(keys) or None, _LOOK_S) is None:
             absent = self.monitor.ask(lambda store: [r for r, key in enumerate(keys) if not store.check([key])])
-            where = "a change of what is trained"
             self.monitor.refuse_left(f"{where} needs every worker", absent)
             self.monitor.refuse_standstill(absent, where)
         everybody = [self.monitor.ask(lambda store, key=key: store.get(key).decode()) for key in keys]  # type: ignore[misc]

@@ -165,7 +165,7 @@ class CollectiveWorker:
         """Take up parameters that have joined an optimizer, or that are trained from now on, on every worker."""
         known = {id(member.param) for member in self.members}
         self.members = members(self.optimizers, self.model)
-        self.group.check_alike(self._outline())
+        self.group.check_alike("a change of what is trained", self._outline())
         self.group.broadcast([m.param for m in self.members if id(m.param) not in known], 0)
         if self._reducer is not None:
             self._reducer.close()

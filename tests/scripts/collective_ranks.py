@@ -580,6 +580,25 @@ def a_parameter_added_after_one_rank_has_stopped(me: Rank) -> None:
         return
     more = {"params": [nn.Parameter(torch.ones(4))]}
     raises(StateError, words, lambda: optimizer.add_param_group(more))
+    fleet.stop_worker()
+
+
+@check(2)
+def values_that_one_rank_loads(me: Rank) -> None:
+    def alter(model: nn.Sequential, optimizer: Any) -> None:
+        if me.rank == 0:
+            me.jobs[0].load_state_dict(model, model.state_dict())
+
+    _trained_apart(me, alter, StateError, "worker 0 waits in load_state_dict() for worker 1, which waits in a step")
+
+
+@check(2)
+def a_checkpoint_that_one_rank_loads(me: Rank) -> None:
+    def alter(model: nn.Sequential, optimizer: Any) -> None:
+        if me.rank == 1:
+            me.jobs[0].load_persistables(me.scratch / "none")
+
+    _trained_apart(me, alter, StateError, "worker 1 waits in load_persistables() for worker 0, which waits in a step")
 
 
 @check(2)
