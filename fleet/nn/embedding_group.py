@@ -121,8 +121,14 @@ def _is_only_looked_up(module: torch.nn.Module) -> bool:
     if torch._C._get_tracing_state() is not None or torch._C._are_functorch_transforms_active():
         return False
     told = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    is_ours = type(module).forward is Embedding.forward and "forward" not in vars(module)
-    return is_ours and not any(told) and not _has_any_global_hook()  # type: ignore[no-untyped-call]
+    is_told = any(not _is_ours(hook) for hooks in told for hook in hooks.values())
+    is_plain = type(module).forward is Embedding.forward and "forward" not in vars(module)
+    return is_plain and not is_told and not _has_any_global_hook()  # type: ignore[no-untyped-call]
+
+
+def _is_ours(hook: object) -> bool:
+    """Say whether a hook is one that Fleet has set, as it does on each module of a model that is served."""
+    return str(getattr(hook, "__module__", "")).startswith("fleet.")
 
 
 def _rules(sizes: Any) -> Any:
