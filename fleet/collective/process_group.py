@@ -57,8 +57,6 @@ class Group:
         self.exchanging: AbstractContextManager[None] = nullcontext()
         self._adopted = False
         self._made: list[dist.ProcessGroup] = []
-        #: how often the workers have compared what they do
-        self._checks = 0
         self._control: dist.ProcessGroup | None = None
         # Apart from what asks it: a group that is abandoned holds on to its store, and must not hold on to the port.
         self._server: TCPStore | None = None
@@ -177,9 +175,9 @@ class Group:
     def check_alike(self, where: str, about: Mapping[str, object]) -> None:
         """Return when all workers have come to this call, if they are about to do the same. Gloo ends a process in
         which a collective meets one of another size."""
-        self._checks += 1
+        self.monitor.checks += 1
         told = json.dumps({"call": where, **about}, sort_keys=True)
-        keys = [f"alike/{self._checks}/{rank}" for rank in range(self.size)]
+        keys = [self.monitor.compares(self.monitor.checks, rank) for rank in range(self.size)]
         self.monitor.ask(lambda store: store.set(keys[self.rank], told))
         while self.monitor.until(lambda store: store.check(keys) or None, _LOOK_S) is None:
             absent = self.monitor.ask(lambda store: [r for r, key in enumerate(keys) if not store.check([key])])

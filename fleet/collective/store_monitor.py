@@ -54,6 +54,8 @@ class StoreMonitor:
         self.clock = clock
         #: How many times all workers have met in the process group.
         self.rounds = 0
+        #: How often the workers have compared what they are about to do.
+        self.checks = 0
         self._store = store
         self._host = host
         self._hosts_store = hosts_store
@@ -131,17 +133,25 @@ class StoreMonitor:
             self.fail(str(error))
             raise error
 
-    def refuse_standstill(self, absent: Iterable[int], where: str) -> None:
-        """Raise if this worker and one of the ``absent`` ones wait for each other, the other one in a round."""
+    def compares(self, check: int, rank: int) -> str:
+        """Return the key under which a worker says in a comparison what it is about to do."""
+        return f"alike/{check}/{rank}"
 
-        def find(store: Store) -> list[int]:
+    def refuse_standstill(self, absent: Iterable[int], where: str) -> None:
+        """Raise if this worker and one of the ``absent`` ones wait for each other, the other one in a round or in the
+        next comparison."""
+
+        def find(store: Store) -> list[tuple[int, str]]:
+            compare = [other for other in absent if store.check([self.compares(self.checks + 1, other)])]
             waiting = [other for other in absent if store.check([f"waits/{other}"])]
-            return [other for other in waiting if int(store.get(f"waits/{other}")) == self.rounds + 1]
+            meet = [other for other in waiting if int(store.get(f"waits/{other}")) == self.rounds + 1]
+            return [*((other, "a step") for other in meet), *((other, "another call") for other in compare)]
 
         stuck = self.ask(find)
         if stuck:
+            (other, of_other), *_ = stuck
             error = StateError(
-                f"worker {self.rank} waits in {where} for worker {stuck[0]}, which waits in a step for it",
+                f"worker {self.rank} waits in {where} for worker {other}, which waits in {of_other} for it",
                 todo="Let every worker make the same calls after the same step.",
             )
             self.fail(str(error))

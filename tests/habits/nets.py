@@ -45,19 +45,24 @@ class Group(torch.nn.ModuleDict):
         return {name: self[name](values) for name, values in ids.items()}
 
 
+def group_of_two(sparse: bool) -> torch.nn.ModuleDict:
+    """Return the tables of a group, on the servers where they are ``sparse``."""
+    names = ("table", "side")
+    if sparse:
+        return fleet.nn.EmbeddingGroup(dict.fromkeys(names, (ROWS, DIM)), initializer="constant(0.1)")
+    group = Group({name: torch.nn.Embedding(ROWS, DIM) for name in names})
+    for each in group.values():
+        torch.nn.init.constant_(each.weight, 0.1)
+    return group
+
+
 class Grouped(Net):
     """Has two tables in a group, which each forward asks for at once."""
 
     def __init__(self, sparse: bool) -> None:
         super().__init__(sparse)
         del self.table
-        names = ("table", "side")
-        if sparse:
-            self.group = fleet.nn.EmbeddingGroup(dict.fromkeys(names, (ROWS, DIM)), initializer="constant(0.1)")
-        else:
-            self.group = Group({name: torch.nn.Embedding(ROWS, DIM) for name in names})
-            for each in self.group.values():
-                torch.nn.init.constant_(each.weight, 0.1)
+        self.group = group_of_two(sparse)
 
     def __getattr__(self, name: str) -> Any:
         if name == "table" and "group" in self._modules:

@@ -53,7 +53,7 @@ from habits.habit import (
     judge,
     plain,
 )
-from habits.nets import Group
+from habits.nets import group_of_two
 from habits.replicas import Replica, in_replicas
 
 #: What gives rows of a table the same numbers as torch's dense formula: those that no batch touches do not move.
@@ -97,13 +97,7 @@ class Drawn(Net):
         self.of_group = net == "a group"
         if self.of_group:
             del self.table
-            names = ("table", "side")
-            if sparse:
-                self.group = fleet.nn.EmbeddingGroup(dict.fromkeys(names, (ROWS, DIM)), initializer="constant(0.1)")
-            else:
-                self.group = Group({name: torch.nn.Embedding(ROWS, DIM) for name in names})
-                for each in self.group.values():
-                    torch.nn.init.constant_(each.weight, 0.1)
+            self.group = group_of_two(sparse)
         elif net == "one of two":
             self.side = torch.nn.Embedding(ROWS, DIM)
         self.remote = {"all tables": "all", "one of two": lambda name, _: name == "table"}.get(net, "sparse")

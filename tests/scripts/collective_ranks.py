@@ -602,6 +602,17 @@ def a_checkpoint_that_one_rank_loads(me: Rank) -> None:
 
 
 @check(2)
+def values_that_one_rank_loads_while_another_measures(me: Rank) -> None:
+    def alter(model: nn.Sequential, optimizer: Any) -> None:
+        if me.rank == 0:
+            me.jobs[0].load_state_dict(model, model.state_dict())
+        else:
+            me.jobs[0].metrics.sum(1.0)
+
+    _trained_apart(me, alter, StateError, "for worker 0, which waits in another call for it")
+
+
+@check(2)
 def optimizer_state_is_here(me: Rank) -> None:
     fleet = me.fleet()
     model = network()
