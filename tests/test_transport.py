@@ -6,6 +6,7 @@ import contextlib
 import os
 import queue
 import re
+import select
 import socket
 import subprocess
 import sys
@@ -664,6 +665,34 @@ def test_a_port_is_free_right_after_closing(line: Line) -> None:
             # The server closes first: its side of the connection is the one that lingers.
             listener.close()
             channel.close()
+
+
+def test_a_server_that_lets_in_late_is_reached_at_once() -> None:
+    """Far away, or busy: a connection that takes its time is not begun anew, and the request has its answer."""
+    network = GrpcNetwork(THREADS)
+    with contextlib.ExitStack() as stack:
+        behind = free_endpoint()
+        stack.callback(network.listen(behind, echo).close)
+        door = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        let_in = threading.Thread(target=_let_in, args=(door, behind, 0.4), daemon=True)
+        let_in.start()
+        stack.callback(let_in.join)
+        channel = network.connect(Endpoint("127.0.0.1", door.getsockname()[1]))
+        stack.callback(channel.close)
+        assert channel.start(ask(3), PATIENCE_S).result().message.version == 3
+
+
+def _let_in(door: socket.socket, behind: Endpoint, after_s: float) -> None:
+    near, _ = door.accept()
+    threading.Event().wait(after_s)
+    with near, socket.create_connection((behind.host, behind.port)) as far:
+        other = {near: far, far: near}
+        while True:
+            for side in select.select([near, far], [], [])[0]:
+                piece = side.recv(1 << 16)
+                if not piece:
+                    return
+                other[side].sendall(piece)
 
 
 def test_an_address_that_is_not_ours() -> None:

@@ -28,6 +28,7 @@ from fleet.numeric import jit
 from fleet.numeric.elementary import find_elementary_functions
 from fleet.ps.table.stores import TieredStores
 from fleet.ps.worker import dense_group
+from fleet.serving import readers
 
 from .disk import stands_for_os
 from .scheduler import Killed, Scheduler, Thread
@@ -478,4 +479,6 @@ def installed(running: Scheduler, seed: int) -> Iterator[None]:
         for names, name, value in _places:
             names[name] = value
         _running.pop()
-        exit_guard._guarded.clear()  # those of dead processes: nobody has to hear of their end when this one ends
+        # Those of dead processes: nobody has to hear of them when this one ends or forks.
+        exit_guard._guarded.clear()
+        readers._live.clear()

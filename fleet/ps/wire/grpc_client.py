@@ -32,7 +32,8 @@ _OPTIONS = [
     ("grpc.enable_http_proxy", 0),
     # A server that comes up late is found within a second, however long it was away.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # What gRPC names so is how long a connection may take to come about: a server may be far away, or busy.
+    ("grpc.min_reconnect_backoff_ms", 1000),
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.http2.lookahead_bytes", 1 << 22),
     # A connection of its own, also beside other workers in this process: one that stalls must not stall the others.
