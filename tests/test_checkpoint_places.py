@@ -87,7 +87,7 @@ def loaded(dirname: str, servers: int = 3) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("store", ["local", "memory", "s3"])
-@pytest.mark.pairs(2)
+@pytest.mark.pairs(1)
 def test_base_and_delta_in_every_kind_of_place(store: str, stores: dict[str, str], streamed: list[int]) -> None:
     dirname = f"{stores[store]}/rün 1/ckpt"
     (expected,) = run_job(lambda fleet_, worker: save_twice(fleet_, dirname), 1, 2)
@@ -97,6 +97,7 @@ def test_base_and_delta_in_every_kind_of_place(store: str, stores: dict[str, str
     assert names == ["fleet-pieces-", "fleet-pieces-", "manifest.json"]
 
 
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("store", ["memory", "s3"])
 def test_a_chain_of_directories_may_be_copied_to_a_store(store: str, stores: dict[str, str], tmp_path: Path) -> None:
     def body(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
@@ -115,6 +116,7 @@ def test_a_chain_of_directories_may_be_copied_to_a_store(store: str, stores: dic
     assert same(loaded(f"{stores[store]}/elsewhere/delta"), expected)
 
 
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("store", ["memory", "s3"])
 def test_a_place_without_directories_has_the_same_rules(store: str, stores: dict[str, str]) -> None:
     place = place_at(stores[store])

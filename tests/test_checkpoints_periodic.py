@@ -209,6 +209,7 @@ def test_what_becomes_due_while_the_last_one_is_written_is_saved_at_the_end(
     assert names(tmp_path) == ["step-00000002", "step-00000004"]
 
 
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("mode", ["full", "delta"])
 def test_a_synchronous_job_is_saved_as_it_was_while_it_trains_on(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

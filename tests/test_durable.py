@@ -121,7 +121,7 @@ def trained(optimizer: str) -> list[Any]:
     return run_job(trains(optimizer, between=gathers), 2, 2)
 
 
-@pytest.mark.pairs(2)
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("offset", range(3))
 def test_killed_at_every_request(tmp_path: Path, optimizer: str, offset: int) -> None:
@@ -185,7 +185,7 @@ def grown() -> list[Any]:
 
 
 @pytest.mark.parametrize("journal_bytes", [1 << 30, 2000, 1], ids=["a journal alone", "snapshots", "all the time"])
-@pytest.mark.pairs(2)
+@pytest.mark.pairs(1)
 def test_parameters_that_come_later(tmp_path: Path, journal_bytes: int) -> None:
     job = DyingJob(grows, tmp_path, plan=every(3, 1), journal_bytes=journal_bytes)
     same(job.run(), grown())
@@ -202,7 +202,7 @@ def test_parameters_come_while_a_worker_asks_again_for_its_last_step(worker: int
 
 
 @pytest.mark.parametrize("journal_bytes", [None, 1, 1 << 30], ids=["in memory", "snapshots", "a journal alone"])
-@pytest.mark.pairs(2)
+@pytest.mark.pairs(1)
 def test_a_worker_killed_in_the_midst_of_a_push(tmp_path: Path, journal_bytes: int | None) -> None:
     """One server has it, has closed the round and is killed as well; the other has not. The step is computed once more,
     on what it was computed on."""
@@ -447,7 +447,7 @@ FREE = {
 }
 
 
-@pytest.mark.pairs(2)
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("mode", FREE)
 def test_one_worker_without_rounds(tmp_path: Path, mode: str) -> None:
     body = counts(FREE[mode], torch.optim.Adagrad)
@@ -457,7 +457,7 @@ def test_one_worker_without_rounds(tmp_path: Path, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", FREE)
-@pytest.mark.pairs(2)
+@pytest.mark.pairs(1)
 def test_every_push_once(tmp_path: Path, mode: str) -> None:
     job = DyingJob(counts(FREE[mode], torch.optim.SGD), tmp_path, plan=every(3, 2))
     total = sum(step + index + 1 for step in range(12) for index in range(2))
@@ -533,7 +533,7 @@ def unkilled(mode: str) -> list[Any]:
     return run_job(in_turns(REMEMBERING[mode]), 2, 2)
 
 
-@pytest.mark.pairs(2)
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("journal_bytes", [1, 4000, 1 << 30])
 @pytest.mark.parametrize("mode", REMEMBERING)
 def test_what_workers_were_given_is_remembered(tmp_path: Path, mode: str, journal_bytes: int) -> None:
@@ -630,7 +630,7 @@ def began_with(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[Any]
     return folder, run_job(trains("adam"), 2, 2, model_dir=folder)
 
 
-@pytest.mark.pairs(2)
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("kind", ["hello", "push", "bye"])
 def test_a_job_that_began_with_a_checkpoint(
@@ -703,7 +703,7 @@ def test_a_checkpoint_is_taken_over_when_the_journal_has_been_done_over(
 # ---------------------------------------------------------------- and a newer one by the time a server is there again
 
 
-@pytest.mark.pairs(2)
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("servers", [1, 2])
 @pytest.mark.parametrize("moment", ["before the first", "between two", "before it is read"])
 def test_what_is_kept_comes_before_a_checkpoint(
@@ -817,7 +817,7 @@ def test_nobody_looks_up_at_servers_that_another_thread_of_the_worker_has_ended(
 # ---------------------------------------------------------------- what is on the disk
 
 
-@pytest.mark.pairs(2)
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("piece", range(1, 9))
 def test_killed_while_it_takes_a_snapshot(tmp_path: Path, piece: int, after: bool) -> None:
@@ -875,6 +875,7 @@ def test_no_room_for_a_snapshot(
     assert seen[0] == seen[1] != seen[2]
 
 
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("nth", [3, 4])
 def test_killed_at_every_request_while_a_snapshot_is_written(tmp_path: Path, nth: int) -> None:
     """Each is of a moment three requests ago, and what these have changed was set aside."""
@@ -884,7 +885,7 @@ def test_killed_at_every_request_while_a_snapshot_is_written(tmp_path: Path, nth
     assert sum(host.kills_amid_snapshots for host in job.hosts) > 5
 
 
-@pytest.mark.pairs(2)
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("mode", FREE)
 def test_every_push_once_while_a_snapshot_is_written(tmp_path: Path, mode: str) -> None:
     job = DyingJob(counts(FREE[mode], torch.optim.SGD), tmp_path, plan=every(5, 2), journal_bytes=1, held=3)
@@ -938,7 +939,7 @@ def test_requests_are_answered_while_a_snapshot_is_written(
     assert not threads[0].is_alive()
 
 
-@pytest.mark.pairs
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("mode", ["full", "delta"])
 @pytest.mark.parametrize("strategy", ["sync", "async"])
 def test_a_checkpoint_is_saved_while_a_snapshot_is_written(

@@ -701,7 +701,7 @@ class Interrupts:
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("first", [1, 12])
-@pytest.mark.pairs
+@pytest.mark.pairs(1)
 def test_an_interruption_anywhere_loses_no_edit(mode: str, first: int) -> None:
     """Every 23rd line is tried, from two places on. A step that was interrupted counts once, or not at all."""
     at, is_hit = first, True
@@ -1128,6 +1128,7 @@ def test_rows_of_a_step_that_is_refused_do_not_come_back_with_the_next(reads: st
         assert_close([got], [torch.tensor([7.0, 6.0, -1.0])])
 
 
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("journal_bytes", [None, 1])
 def test_servers_that_are_killed_keep_rows_that_were_changed(
     tmp_path: Path, journal_bytes: int | None, monkeypatch: pytest.MonkeyPatch

@@ -189,7 +189,7 @@ class Counting(torch.nn.Module):
 
 @pytest.mark.parametrize("servers", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", IN_ROUNDS)
-@pytest.mark.pairs(2)
+@pytest.mark.pairs(1)
 def test_a_version_is_never_a_mixture(mode: str, servers: int) -> None:
     versions = []
 
@@ -270,7 +270,7 @@ RELAXED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("mode", RELAXED)
-@pytest.mark.pairs(2)
+@pytest.mark.pairs(1)
 def test_other_modes_end_with_what_the_job_has(mode: str) -> None:
     job = Job(trains(20, RELAXED[mode](), make=Net), 2, 2)
     with following(job) as followed:
@@ -954,6 +954,7 @@ def test_rows_that_leave_while_a_first_load_breaks_off_are_gone(monkeypatch: pyt
     assert_same(followed, job.results[0])
 
 
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_what_was_read_and_not_taken_is_given_again(mode: str) -> None:
     """Whoever reads every second update only, and cannot put the others in place, has the model in the end."""

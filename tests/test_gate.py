@@ -446,10 +446,12 @@ KINDS = [name for name in MODES if next(each for each in MODES if asked(each) ==
 @pytest.mark.parametrize(
     ("name", "worker_num", "departures", "repeats", "start"),
     [
-        (name, *size, start)
+        # Where counting starts, and the largest case, are looked at in one mode; in others that takes seconds.
+        pytest.param(
+            name, *size, start, marks=[pytest.mark.slow] if name != "sync" and (start or size == LARGEST) else []
+        )
         for name in MODES
         for size in (*SIZES, *(ROUNDS if name == "sync" else ()))
-        # Where counting starts is looked at in the smaller cases.
         for start in ((0,) if size == LARGEST else (0, 41))
         if size != LARGEST or (name in KINDS and not MODES[name].policy.fills_buffers)
     ],

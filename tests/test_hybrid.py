@@ -191,7 +191,7 @@ INTERRUPTED: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("mode", INTERRUPTED)
-@pytest.mark.pairs(2)
+@pytest.mark.pairs(1)
 def test_a_step_that_ctrl_c_strikes_happens_whole_or_not_at_all(mode: str) -> None:
     """Every 37th line is tried."""
     at, is_hit, both = 1, True, set()
@@ -1047,7 +1047,7 @@ def test_parameters_that_join(net: Net) -> None:
     check(*hybrid_and_servers(net, lambda m: torch.optim.SGD(m.parameters(), 0.1), 2, 1, train))
 
 
-@pytest.mark.pairs(2)
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("kind", ["layer", "table"])
 @pytest.mark.parametrize("name", ["momentum", "adagrad"])
 def test_they_join_an_optimizer_that_has_state_here(net: Net, name: str, kind: str) -> None:
@@ -1165,7 +1165,7 @@ def test_layers_are_exact_whatever_rows_do(net: Net, mode: str) -> None:
 
 @pytest.mark.parametrize("saved_with", ["all_reduce", "servers"])
 @pytest.mark.parametrize("loaded_with", ["all_reduce", "servers"])
-@pytest.mark.pairs(2)
+@pytest.mark.pairs(1)
 def test_a_checkpoint_goes_from_either_place_to_either(
     net: Net, tmp_path: Path, saved_with: str, loaded_with: str
 ) -> None:
@@ -1283,7 +1283,7 @@ def test_the_others_go_on_without_a_worker_that_dies(net: Net) -> None:
 
 
 @pytest.mark.parametrize("failing", [(3, 3), (3, 0), (0, 3), (1, 0)], ids=["all", "one", "other", "buffers"])
-@pytest.mark.pairs(2)
+@pytest.mark.pairs(1)
 def test_a_round_that_breaks_is_done_over(net: Net, monkeypatch: pytest.MonkeyPatch, failing: tuple[int, int]) -> None:
     """A collective fails on one worker, or on all; it may be over for some of them, which then give the others what has
     come of it. Nothing is lost of any gradient. After the third round two are for buffers, and then comes one for
@@ -1497,7 +1497,7 @@ def test_a_synchronous_job_ends_where_it_would_with_a_worker_that_starts_again(
     assert ("worker 1 goes on after step 4: the others have taken 1 without this process" in caplog.text) is amid
 
 
-@pytest.mark.pairs
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("mode", ["sync", "half_async"])
 @pytest.mark.parametrize("amid", ["before it clips", "between two backwards"])
 def test_one_that_starts_again_does_not_come_amid_a_step(net: Net, mode: str, amid: str) -> None:

@@ -369,7 +369,7 @@ wait("told"); ready(); follow()
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "killed by SIGKILL, as the kernel does when memory runs out "),
     ],
 )
-@pytest.mark.pairs(2)
+@pytest.mark.pairs(1)
 def test_who_caused_the_end_is_named_and_shown_last(
     launch: Launch, tmp_path: Path, end: str, code: int, how: str
 ) -> None:
@@ -384,6 +384,7 @@ def test_who_caused_the_end_is_named_and_shown_last(
     assert "RuntimeError: worker 1 failed" in (tmp_path / "logs" / "server.0.log").read_text()
 
 
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("rank", ["", "[rank1]: "])
 def test_the_traceback_of_who_failed_comes_last(launch: Launch, rank: str) -> None:
     """Also where torch puts the rank before each of its lines, as it does in collective jobs."""
@@ -422,6 +423,7 @@ time.sleep(60)
     assert claimed(tmp_path / "logs") == Cause("worker 1", why)
 
 
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize(("is_last", "code"), [(False, 1), (True, 0)])
 def test_a_worker_that_ends_well_in_the_midst_of_its_job(launch: Launch, is_last: bool, code: int) -> None:
     script = f"""
@@ -588,6 +590,7 @@ if me == "worker.0":
     assert code == 0
 
 
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize(("signum", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_interruption_ends_all(launch: Launch, tmp_path: Path, signum: signal.Signals, expected: int) -> None:
     launcher = launch("ready(); time.sleep(60)", *TWO_AND_TWO)

@@ -94,7 +94,7 @@ def same(got: list[Any], expected: list[Any]) -> None:
             assert torch.equal(mine, other)
 
 
-@pytest.mark.pairs(2)
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("rules", RULED.values(), ids=RULED)
 @pytest.mark.parametrize(("offset", "journal_bytes"), [(0, 2000), (1, 1), (2, 600)])
 def test_killed_at_every_request(

@@ -169,7 +169,7 @@ def test_checkpoints_come_from_and_go_to_jobs_with_other_bounds(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.pairs(2)
+@pytest.mark.pairs(1)
 def test_deltas_go_to_another_number_of_servers_in_every_mode(tmp_path: Path, strategy: str) -> None:
     def saving(made: Fleet, _: int, step: int) -> None:
         if step in (1, 3):
@@ -282,6 +282,7 @@ def test_a_full_disk_ends_the_job_for_everybody(tmp_path: Path, monkeypatch: pyt
         assert "more bytes" in str(error)
 
 
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("harm", ["full", "damaged"])
 def test_a_durable_server_goes_on_with_another_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: str) -> None:
     times, write = iter(range(3)), os.pwrite

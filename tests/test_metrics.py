@@ -55,7 +55,7 @@ def kinds(worker: int) -> Callable[[np.ndarray[Any, Any]], Any]:
 # --- Of predictions and labels ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.pairs(2)
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("shares", SHARES, ids=str)
 def test_regression_is_that_of_the_pooled_data(shares: tuple[int, ...]) -> None:
     rng = np.random.default_rng(3)

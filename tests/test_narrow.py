@@ -249,7 +249,7 @@ def learnt(mode: str, wire_dtype: str | None) -> Any:
 
 @pytest.mark.parametrize("wire_dtype", WIRE_DTYPES)
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.pairs(2)
+@pytest.mark.pairs(1)
 def test_every_mode_learns_as_well(mode: str, wire_dtype: str) -> None:
     """One worker; the same course as with gradients as they are, but where threads decide it."""
     plain, losses, _ = learnt(mode, None)

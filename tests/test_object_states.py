@@ -581,7 +581,7 @@ def test_a_running_job_goes_back_to_where_each_workers_state_was(
     assert "belongs to step" not in caplog.text
 
 
-@pytest.mark.pairs
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("kept", ["in a journal", "in snapshots"])
 @pytest.mark.parametrize("strategy", ["async", "geo"])
 @pytest.mark.usefixtures("impatient")

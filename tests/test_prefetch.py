@@ -892,6 +892,7 @@ def over_grpc(body: Callable[[Fleet, int], Any], threads: int, workers: int = 1,
     return run_job(body, workers, servers, network=GrpcNetwork(threads), endpoints=endpoints)
 
 
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("strategy", [None, StrategyFactory.create_half_async_strategy()], ids=["sync", "half-async"])
 def test_large_replies_that_nobody_reads_yet_hold_no_thread_of_the_server(strategy: Strategy | None) -> None:
     """Each batch's rows are 8 MiB, which no window of the connection takes in, and the server has two threads."""
@@ -1031,6 +1032,7 @@ def test_the_depth_goes_back_when_rows_are_nearer() -> None:
     assert [each for each, _ in itertools.groupby(found)] == [1, 2, 4, 3, 2, 1]
 
 
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize(
     ("strategy", "far"), [(StrategyFactory.create_async_strategy(), True), (None, False)], ids=["async", "sync"]
 )

@@ -102,6 +102,7 @@ class Net(torch.nn.Module):
         return (self.top(self.rows(ids).flatten(1)) - 1).square().mean()
 
 
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("mode", ["gba", "auto"])
 def test_a_job_on_a_simulated_course_computes_what_plain_torch_does(mode: str) -> None:
     """Rows, dense parameters, what is late, and where auto changes."""

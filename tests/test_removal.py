@@ -33,6 +33,7 @@ def scanned(store: MemoryStore, only: Between | None = None, most: int = 7) -> d
     return found
 
 
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("segment_bytes", SEGMENTS)
 @settings(max_examples=60, deadline=None)
 @given(operations=st.lists(st.tuples(st.sampled_from("iirfs"), st.lists(few, max_size=40)), max_size=40))

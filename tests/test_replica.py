@@ -689,7 +689,7 @@ def test_forwards_go_on_when_a_replica_is_lost_and_come_back_to_it(served: Serve
 
 @pytest.mark.parametrize("beside", [True, False], ids=["beside gRPC", "by gRPC"])
 @pytest.mark.parametrize("happens", ["it is lost", "both replicas are started anew", "one has gone"])
-@pytest.mark.pairs(2)
+@pytest.mark.pairs(1)
 def test_whatever_happens_at_a_message_a_forward_is_right(
     happens: str, beside: bool, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:

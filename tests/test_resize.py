@@ -424,7 +424,7 @@ def test_other_servers_know_the_group_of_the_workers() -> None:
 
 @pytest.mark.parametrize("skip", [0, 2])
 @pytest.mark.parametrize("action", [Action.DROP_REQUEST, Action.DROP_REPLY, Action.DUPLICATE])
-@pytest.mark.pairs(2)
+@pytest.mark.pairs(1)
 def test_workers_that_meet_and_leave_around_a_move(action: Action, skip: int) -> None:
     """With one message lost of those by which they do, and data that end for one of them just before or after it."""
 
@@ -783,7 +783,7 @@ def undisturbed_freely(optimizers: str, mode: str) -> list[dict[str, torch.Tenso
 @pytest.mark.parametrize("optimizers", OPTIMIZERS)
 @pytest.mark.parametrize("mode", ALL_MODES)
 @pytest.mark.parametrize("move", MOVES)
-@pytest.mark.pairs(2)  # lost messages move the others
+@pytest.mark.pairs(1)
 def test_every_update_counts_once_where_workers_share_no_steps(optimizers: str, mode: str, move: str) -> None:
     first, then = MOVES[move]
     # A server hears of each push later than the others: when it is to stand still they have pushes that it has not.
@@ -798,7 +798,7 @@ def test_every_update_counts_once_where_workers_share_no_steps(optimizers: str, 
 @pytest.mark.parametrize("kind", ["halt", "fill", "switch", "hello", "push", "pull"])
 @pytest.mark.parametrize("action", [Action.DROP_REQUEST, Action.DROP_REPLY, Action.DUPLICATE])
 @pytest.mark.parametrize("mode", ALL_MODES)
-@pytest.mark.pairs(2)
+@pytest.mark.pairs(1)
 def test_no_message_has_to_arrive_the_first_time_where_workers_share_no_steps(
     mode: str, action: Action, kind: str
 ) -> None:
@@ -813,7 +813,7 @@ def test_no_message_has_to_arrive_the_first_time_where_workers_share_no_steps(
 
 @pytest.mark.parametrize("action", [Action.DROP_REQUEST, Action.DROP_REPLY])
 @pytest.mark.parametrize("mode", ["async", "half_async, all_reduce"])
-@pytest.mark.pairs(2)
+@pytest.mark.pairs(1)
 def test_a_server_that_a_job_has_left_ends_though_words_of_it_get_lost(mode: str, action: Action) -> None:
     lost = Fault(action, Endpoint.parse("server0:1"), 1, kind="switch", times=2)
     network = FaultyNetwork(LoopbackNetwork(), lost)
@@ -1002,7 +1002,7 @@ def undisturbed_in_lockstep(what: str, optimizers: str, servers: int) -> Any:
 @pytest.mark.parametrize("move", MOVES)
 @pytest.mark.parametrize("optimizers", OPTIMIZERS)
 @pytest.mark.parametrize("what", WAITING)
-@pytest.mark.pairs(2)
+@pytest.mark.pairs(1)
 def test_a_push_that_waits_for_others_moves_to_the_bit(what: str, optimizers: str, move: str) -> None:
     first, then = MOVES[move]
     found: list[Any] = []
@@ -1024,7 +1024,7 @@ def test_a_push_that_waits_for_others_moves_to_the_bit(what: str, optimizers: st
         ("auto, gba", "place", 1),
     ],
 )
-@pytest.mark.pairs(2)
+@pytest.mark.pairs(1)
 def test_a_server_takes_what_others_have_before_it_moves(
     mode: str, kind: str, server: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1218,7 +1218,7 @@ def undisturbed_with(what: str, servers: int) -> Any:
 @pytest.mark.parametrize("asks", [False, True], ids=["in a call", "from outside"])
 @pytest.mark.parametrize("move", MOVES)
 @pytest.mark.parametrize("what", ALONG)
-@pytest.mark.pairs(2)
+@pytest.mark.pairs(1)
 def test_what_a_job_takes_along(what: str, move: str, asks: bool) -> None:
     first, then = MOVES[move]
     job = Resized(taking_along(what, names(then), asks), first, then, environ=BEATING)
@@ -1791,7 +1791,7 @@ def test_durable_servers_that_are_killed_at_any_message_of_a_move(
     "mode", [None, "async", "gba", *(pytest.param(each, marks=pytest.mark.slow) for each in GIVEN)]
 )
 @pytest.mark.parametrize("journal_bytes", [1, 2000, 1 << 30])
-@pytest.mark.pairs(2)
+@pytest.mark.pairs(1)
 def test_servers_that_a_job_has_moved_to_keep_it(tmp_path: Path, journal_bytes: int, mode: str | None) -> None:
     """They are killed again and again, with their own list or that which the job had at first."""
     moments = itertools.cycle(MOMENTS)
@@ -1840,7 +1840,7 @@ def test_a_job_moves_again_and_again(lists: list[list[int]], is_durable: bool, t
 
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("kind", ["export", "stage", "fill"])
-@pytest.mark.pairs(2)
+@pytest.mark.pairs(1)
 def test_a_durable_server_that_is_killed_beside_a_copy_holds_nothing_up(tmp_path: Path, kind: str, moment: str) -> None:
     """The job trains on meanwhile; the copy begins anew, and it moves."""
 
@@ -1882,6 +1882,7 @@ def test_a_durable_server_that_was_not_told_asks_the_others(tmp_path: Path, then
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize(("action", "then"), [("add", [0, 1, 2]), ("remove", [0])])
 def test_servers_that_were_told_no_list(tmp_path: Path, action: str, then: list[int]) -> None:
     """As ``fleet server`` is not: they know the others from the workers, also when they have been killed."""
@@ -2025,6 +2026,7 @@ def changed(job: Job, action: str, *numbers: int, at: str = "") -> tuple[str, ..
     raise AssertionError("the job does not begin")
 
 
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize(
     ("first", "action", "numbers", "then"),
     [([0, 1], "add", [2, 3], [0, 1, 2, 3]), ([0, 1, 2], "remove", [0, 2], [1])],
@@ -2191,7 +2193,7 @@ def steps_until(ends: threading.Event) -> Callable[[Fleet, int], dict[str, torch
 
 
 @pytest.mark.parametrize("numbers", [[0], [1], [0, 2], [1, 2]], ids=str)
-@pytest.mark.pairs(2)
+@pytest.mark.pairs(1)
 def test_a_server_that_is_drained_ends_and_the_job_goes_on(numbers: list[int]) -> None:
     ends = threading.Event()
     job = Resized(steps_until(ends), [0, 1, 2], [0, 1, 2], environ=BEATING)

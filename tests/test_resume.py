@@ -393,6 +393,7 @@ class Blind:
         raise ConfigurationError("cannot tell servers from strangers")
 
 
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("durable", [False, True])
 def test_servers_that_do_not_know_each_other(tmp_path: Path, whole: list[torch.Tensor], durable: bool) -> None:
     """Workers tell them, or they go on from what they have themselves."""

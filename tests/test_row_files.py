@@ -24,7 +24,7 @@ def test_all_engines_that_need_nothing_more_are_here(row_engines):
     assert tuple(name for name, (needs, *_) in row_engines.ENGINES.items() if needs is None) == NAMES
 
 
-@pytest.mark.pairs(2)
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_engines_hold_what_was_written_last(name, row_engines, tmp_path):
     random = np.random.default_rng(3)

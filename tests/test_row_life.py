@@ -274,7 +274,7 @@ def test_servers_that_are_killed_forget_the_same_rows(
     assert told["evicted"] > 0
 
 
-@pytest.mark.pairs(2)
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("kind", ["cut", "shrink"])
 def test_a_server_killed_while_rows_leave_lets_them_leave(

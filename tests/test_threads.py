@@ -183,7 +183,7 @@ def test_no_step_is_lost_and_none_counts_twice(strategy: str, deed: str, tmp_pat
 
 
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "dc-asgd"])
-@pytest.mark.pairs(2)
+@pytest.mark.pairs(1)
 def test_metrics_of_a_thread_beside_the_training(strategy: str) -> None:
     """The others' threads do the same; who waits for them keeps nobody from a step they wait for."""
 
@@ -309,6 +309,7 @@ def test_two_threads_that_both_train(strategy: str) -> None:
     assert run_job(body) == [(4.0 * STEPS, 4.0 * STEPS, 2.0 * STEPS, 2 * STEPS)]
 
 
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("strategy", ["sync", "async"])
 def test_checkpoints_of_a_thread_beside_the_training(strategy: str, tmp_path: Path) -> None:
     """With states, which all workers hand over between two steps of their own."""

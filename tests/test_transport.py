@@ -243,8 +243,9 @@ def test_no_reply_in_time(line: Line) -> None:
     parking = Parking()
     line.listen(parking)
     channel = line.connect()
-    with pytest.raises(TransportError, match=r"no reply within 0\.05 s"):
-        channel.start(ask(), 0.05).result()
+    while parking.parked.empty():  # a busy machine may send nothing in so short a time
+        with pytest.raises(TransportError, match=r"no reply within 0\.05 s"):
+            channel.start(ask(), 0.05).result()
     _, respond = parking.take()
     respond(answer(1, torch.ones(MEBI)))
     again = channel.start(ask(), PATIENCE_S)
@@ -531,6 +532,7 @@ def test_bytes_that_are_no_http(sockets: Line) -> None:
 LARGE = torch.ones(4 * MEBI)
 
 
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
 def test_a_peer_that_does_not_read_blocks_nobody(sockets: Line, late: bool) -> None:
     """It is owed more large replies than the server has threads, and reads none of them."""
