@@ -67,4 +67,9 @@ def _step(
             w[j] -= rate * g / (np.sqrt(total[j]) + eps)
 
 
-RULE = Rule(torch.optim.Adagrad, rows=AdagradRows(), constructor_only=frozenset({"initial_accumulator_value"}))
+RULE = Rule(
+    torch.optim.Adagrad,
+    rows=AdagradRows(),
+    takes_sparse=True,
+    constructor_only=frozenset({"initial_accumulator_value"}),
+)

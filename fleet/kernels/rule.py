@@ -71,6 +71,7 @@ class Rule:
     sliceable: bool = True  #: the update is elementwise, so a parameter may be cut into flat blocks
     seamless: bool = True  #: if sliceable: where a tensor ends shows in no bit of the update, in float32 and float64
     rows: RowKernel | None = None  #: None: it cannot update rows of a table
+    takes_sparse: bool = False  #: without weight decay, a sparse gradient of a parameter does what the dense one does
     constructor_only: frozenset[str] = frozenset()  #: options read in the constructor, whatever a group says
     refused: Mapping[str, str] = field(default_factory=lambda: REFUSED_OPTIONS)
     kept_from_the_first: Mapping[str, str] = field(default_factory=dict)

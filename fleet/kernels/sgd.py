@@ -86,4 +86,4 @@ def _step(
             w[j] -= lr * (g + momentum * buffer[j] if nesterov else buffer[j])
 
 
-RULE = Rule(torch.optim.SGD, rows=SGDRows())
+RULE = Rule(torch.optim.SGD, rows=SGDRows(), takes_sparse=True)

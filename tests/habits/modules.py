@@ -214,6 +214,64 @@ def pretrained(sparse: bool) -> nn.Module:
     return model
 
 
+class OwnRows(Net):
+    """Looks rows up in a parameter of its own beside the table, as modules of papers do."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__(sparse)
+        self.rows = nn.Parameter(torch.linspace(-1, 1, ROWS * DIM).view(ROWS, DIM))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        own = nn.functional.embedding(ids, self.rows, sparse=True)
+        bags = nn.functional.embedding_bag(ids, self.rows, mode="sum", sparse=True)
+        return self.above((self.table(ids) * own).flatten(1)) + 0.01 * bags.sum(1)
+
+
+def momentum(model: nn.Module) -> list[torch.optim.Optimizer]:
+    rows = [model.get_parameter("rows")]
+    return [torch.optim.SGD([{"params": rows, "momentum": 0.9}, {"params": _others(model, rows)}], lr=0.1)]
+
+
+def _others(model: nn.Module, those: list[nn.Parameter]) -> list[nn.Parameter]:
+    return [param for param in model.parameters() if all(param is not each for each in those)]
+
+
+@as_in_torch(
+    "`F.embedding(ids, self.rows, sparse=True)`, `F.embedding_bag`, of a module's own parameter",
+    make=OwnRows,
+    optimizers=momentum,
+    everywhere=True,
+)
+def _(s: Script) -> Any:
+    s.step(2)
+    grads = [param.grad.is_sparse for name, param in s.model.named_parameters() if name == "rows"]
+    s.model.rows.grad.mul_(0.5)
+    s.optimizer.step()
+    return grads
+
+
+@as_in_torch(
+    "the same with Adagrad",
+    make=OwnRows,
+    optimizers=lambda model: [torch.optim.Adagrad(model.parameters(), lr=0.1)],
+)
+def _(s: Script) -> None:
+    s.step(2)
+
+
+@refused(
+    "the same with Adam, or with weight decay: an error in torch",
+    "is sparse, and Adam takes dense ones only",
+    make=OwnRows,
+    optimizers=lambda model: [torch.optim.Adam(model.parameters(), lr=0.1)],
+    raises=RuntimeError,
+    before=None,
+)
+def _(s: Script) -> None:
+    s.begin()
+    s.step(2)
+
+
 @as_in_torch("`padding_idx`, positive or negative", make=lambda sparse: padded(sparse), everywhere=True)
 def _(s: Script) -> Any:
     s.step(2)

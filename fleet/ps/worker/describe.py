@@ -34,6 +34,7 @@ class Description:
     handles: tuple[TableHandle, ...]
     groups: tuple[dict[str, Any], ...]
     optimizers: tuple[torch.optim.Optimizer, ...]
+    has_model: bool  #: whether the model was handed over too, so that its embeddings are known
 
     def has_newcomers(self) -> bool:
         """Say whether a parameter joined an optimizer after this was made; it is an error if one left its group."""
@@ -178,7 +179,21 @@ class Description:
         handles_now: tuple[TableHandle, ...] = (*self.handles, *(handle for _, handle in tables))
         for described, handle in zip(spec.tables, handles_now, strict=True):
             handle.name = described.name  # wherever its module stands in the model by now
-        return Description(spec, params_now, handles_now, tuple(groups), self.optimizers)
+        return Description(spec, params_now, handles_now, tuple(groups), self.optimizers, self.has_model)
+
+    def dense_gradient(self, index: int, grad: torch.Tensor) -> torch.Tensor:
+        """Return what a sparse gradient of a dense parameter stands for, where torch, too, would step on it: that of a
+        module's own parameter that it gave to ``F.embedding(…, sparse=True)``."""
+        spec = self.spec.params[index]
+        rule, decay = RULES[self.spec.groups[spec.group].rule], self.groups[spec.group].get("weight_decay")
+        if not self.has_model:
+            why, todo = "", "Hand the model to distributed_optimizer(…, model=…), so that its sparse tables go remote."
+        elif not rule.takes_sparse or decay:
+            why = f", and {rule.name}{f' with weight_decay={decay}' if decay else ''} takes dense ones only"
+            todo = "Look it up without sparse=True, or make it the weight of an nn.Embedding(…, sparse=True)."
+        else:
+            return grad.to_dense()
+        raise UnsupportedError(f"the gradient of {spec.name!r} is sparse{why}", todo=todo)
 
     def options(self, *, of_step: bool = False) -> tuple[str, ...]:
         """Return the options of every group as they are now, as JSON: they travel with each push."""
@@ -293,7 +308,7 @@ def describe(
         changes=strategy.changes,
     )
     spec = JobSpec(tuple(params), tuple(tables), tuple(specs), settings)
-    described = Description(spec, tuple(objects), tuple(handles), in_order, tuple(optimizers))
+    described = Description(spec, tuple(objects), tuple(handles), in_order, tuple(optimizers), model is not None)
     described.check_steps()
     described.options()  # refuses what cannot travel, while the user's line is still on the stack
     return described

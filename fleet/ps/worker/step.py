@@ -17,7 +17,7 @@ import torch
 
 from fleet.base.interruption import uninterrupted
 from fleet.base.settings import CommunicatorSettings
-from fleet.errors import NonFiniteGradientError, UnsupportedError
+from fleet.errors import NonFiniteGradientError
 from fleet.nn.handle import GradientRows
 from fleet.numeric.device_copies import await_all, bring, is_away
 from fleet.numeric.jit import Array
@@ -162,10 +162,7 @@ class UserGradients:
 
     def _flat(self, index: int, grad: torch.Tensor, away: dict[int, torch.Tensor]) -> torch.Tensor | None:
         if grad.is_sparse:
-            raise UnsupportedError(
-                f"the gradient of {self._name(index)} is sparse",
-                todo="Hand the model to distributed_optimizer(…, model=…), so that its sparse tables go remote.",
-            )
+            grad = self._trained.description.dense_gradient(index, grad)
         flat = grad.reshape(-1)
         if not is_away(flat):
             return flat
