@@ -270,7 +270,7 @@ def test_rules_know_what_changes_rows_without_a_gradient(rule: str) -> None:
         differs = not np.allclose(ours.weights, weight.detach().numpy(), rtol=1e-5, atol=1e-6)
         assert bool(kernel.idle_changes(options)) == differs, options
         changed.append(differs)
-    assert any(changed) or not {*IDLE} & {*kernel.options}
+    assert any(changed) or not {*IDLE} & {*kernel.options} - {"initial_accumulator_value"}  # that alone moves nothing
 
 
 def test_what_changes_rows_without_a_gradient_is_named_as_the_user_wrote_it() -> None:
@@ -428,20 +428,22 @@ def test_a_sliceable_rule_updates_the_pieces_as_it_updates_the_whole(name: str) 
     random = torch.Generator().manual_seed(1)
     start = torch.randn(6, 4, generator=random)
     whole = torch.nn.Parameter(start.clone())
-    pieces = [torch.nn.Parameter(piece.clone()) for piece in start.split(3)]
-    if RULES[name].sliceable:
-        pieces = [torch.nn.Parameter(piece.clone()) for piece in start.view(-1).split(10)]
+    # What cannot be cut anywhere is cut between columns: rows alone would be whole parameters to some.
+    cut = (lambda whole: whole.view(-1).split(10)) if RULES[name].sliceable else (lambda whole: whole.split(2, 1))
+    pieces = [torch.nn.Parameter(piece.clone()) for piece in cut(start)]
     optimizers = [make([whole], lr=0.05), *(make([piece], lr=0.05) for piece in pieces)]
     for _ in range(20):
         grad = torch.randn(6, 4, generator=random)
         whole.grad = grad
-        flat = grad.view(-1).split(10) if RULES[name].sliceable else grad.split(3)
-        for piece, part in zip(pieces, flat, strict=True):
-            piece.grad = part
+        for piece, part in zip(pieces, cut(grad), strict=True):
+            piece.grad = part.clone()
         for optimizer in optimizers:
             optimizer.step()
-    joined = torch.cat([piece.detach().view(-1) for piece in pieces]).view(6, 4)
-    assert torch.allclose(joined, whole.detach(), rtol=1e-6, atol=1e-7) == RULES[name].sliceable
+    alike = [
+        torch.allclose(piece, part, rtol=1e-6, atol=1e-7)
+        for piece, part in zip(pieces, cut(whole.detach()), strict=True)
+    ]
+    assert all(alike) == RULES[name].sliceable
 
 
 # ---------------------------------------------------------------------------------------------- ids

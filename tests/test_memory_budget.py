@@ -44,6 +44,7 @@ OPTIMIZERS: dict[str, Make] = {
     "radam": lambda p: torch.optim.RAdam(p, lr=0.01),
     "ftrl": lambda p: fleet.optim.Ftrl(p, lr=0.1),
     "decayed adagrad": lambda p: fleet.optim.DecayedAdagrad(p, lr=0.1),
+    "row-wise adagrad": lambda p: fleet.optim.RowWiseAdagrad(p, lr=0.1),
 }
 
 #: With one worker all of these are reproducible.

@@ -22,7 +22,7 @@ import fleet
 from fleet import Fleet
 from fleet.errors import UnsupportedError
 from fleet.kernels import RULES
-from fleet.optim import DecayedAdagrad, Ftrl, Lamb, LarsMomentum
+from fleet.optim import DecayedAdagrad, Ftrl, Lamb, LarsMomentum, RowWiseAdagrad
 from fleet.plan.plan import make_plan
 from fleet.ps.worker.describe import describe
 from fleet.strategy.parameter_server import as_strategy
@@ -31,9 +31,10 @@ from fleet.transpiler import DistributeTranspilerConfig
 Array = np.ndarray[Any, Any]
 
 CLASSES: dict[str, type[torch.optim.Optimizer]] = {
-    each.__name__: each for each in (Ftrl, DecayedAdagrad, Lamb, LarsMomentum)
+    each.__name__: each for each in (Ftrl, DecayedAdagrad, Lamb, LarsMomentum, RowWiseAdagrad)
 }
-ROWS = ["Ftrl", "DecayedAdagrad"]
+CUT = ["Ftrl", "DecayedAdagrad"]
+ROWS = [*CUT, "RowWiseAdagrad"]
 
 
 def make(name: str, params: Any, **options: Any) -> torch.optim.Optimizer:
@@ -76,11 +77,18 @@ def lars_momentum(w: Array, g: Array, s: dict[str, Any], o: dict[str, Any]) -> A
     return w - s["v"]
 
 
+def row_wise_adagrad(w: Array, g: Array, s: dict[str, Any], o: dict[str, Any]) -> Array:
+    squares = (g * g).mean(1, keepdims=True) if g.ndim > 1 else g * g
+    s["s"] = s.get("s", np.full_like(squares, o["initial_accumulator_value"])) + squares
+    return w - (o["lr"] * g / (np.sqrt(s["s"]) + o["eps"])).astype(w.dtype)
+
+
 FORMULAS: dict[str, Callable[[Array, Array, dict[str, Any], dict[str, Any]], Array]] = {
     "Ftrl": ftrl,
     "DecayedAdagrad": decayed_adagrad,
     "Lamb": lamb,
     "LarsMomentum": lars_momentum,
+    "RowWiseAdagrad": row_wise_adagrad,
 }
 
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -96,6 +104,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("LarsMomentum", {}),
     ("LarsMomentum", {"momentum": 0.5, "lars_coeff": 0.3, "weight_decay": 0.2, "eps": 0.1, "maximize": True}),
     ("LarsMomentum", {"weight_decay": 0.0}),
+    ("RowWiseAdagrad", {}),
+    ("RowWiseAdagrad", {"eps": 0.1, "initial_accumulator_value": 0.5, "maximize": True}),
 ]
 
 
@@ -256,20 +266,21 @@ ON_SERVERS: dict[str, test_parity_dense.Make] = {
     "DecayedAdagrad": lambda p: DecayedAdagrad(p, lr=0.05, decay=0.8),
     "Lamb": lambda p: Lamb(p, lr=0.05, betas=(0.8, 0.9)),
     "LarsMomentum": lambda p: LarsMomentum(p, lr=0.5, lars_coeff=0.1),
+    "RowWiseAdagrad": lambda p: RowWiseAdagrad(p, lr=0.05, initial_accumulator_value=0.1),
 }
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_rows_on_servers_follow_the_class_row_by_row(name: str) -> None:
-    rows = [torch.nn.Parameter(row.clone()) for row in test_parity_rows.initial()]
+    rows = [torch.nn.Parameter(row[None].clone()) for row in test_parity_rows.initial()]
     optimizers = [ON_SERVERS[name]([row]) for row in rows]
     for step in range(test_parity_rows.STEPS):
-        weight = torch.stack([row.detach() for row in rows])
+        weight = torch.cat([row.detach() for row in rows])
         grad = test_parity_rows.mean_gradient(weight, step, workers=2)
         for index, value in zip(grad.indices()[0].tolist(), grad.values(), strict=True):
-            rows[index].grad = value.clone()
+            rows[index].grad = value[None].clone()
             optimizers[index].step()
-    expected = torch.stack([row.detach() for row in rows])
+    expected = torch.cat([row.detach() for row in rows])
     for got in test_parity_rows.distributed(ON_SERVERS[name], workers=2, servers=3):
         assert_close([got], [expected])
 
@@ -302,7 +313,7 @@ def test_only_elementwise_formulas_are_cut(name: str) -> None:
     spec = describe([make(name, model.parameters())], model, as_strategy(config), 3, 2).spec
     parts = [block.numel for blocks in make_plan(spec).by_server for block in blocks]
     whole = [param.numel for param in spec.params]
-    assert (sorted(parts) == sorted(whole)) == (name not in ROWS)
+    assert (sorted(parts) == sorted(whole)) == (name not in CUT)
     assert sum(parts) == sum(whole)
 
 
@@ -310,6 +321,7 @@ GOING_ON: dict[str, Callable[[Iterable[torch.nn.Parameter]], Any]] = {
     "Ftrl": lambda p: ON_SERVERS["Ftrl"](list(p)),
     "Lamb and DecayedAdagrad": lambda p: _by_kind(p, "Lamb", "DecayedAdagrad"),
     "LarsMomentum and Ftrl": lambda p: _by_kind(p, "LarsMomentum", "Ftrl"),
+    "RowWiseAdagrad": lambda p: ON_SERVERS["RowWiseAdagrad"](list(p)),
 }
 
 
@@ -357,7 +369,7 @@ def test_l1_makes_weights_exactly_zero() -> None:
     assert (param == 0).sum() > 900
 
 
-@pytest.mark.parametrize("name", ["DecayedAdagrad", "Lamb", "LarsMomentum"])
+@pytest.mark.parametrize("name", ["DecayedAdagrad", "Lamb", "LarsMomentum", "RowWiseAdagrad"])
 def test_gradients_that_are_all_zero_move_nothing_without_weight_decay(name: str) -> None:
     param = torch.nn.Parameter(torch.ones(2))
     optimizer = make(name, [param], **({} if name in ROWS else {"weight_decay": 0.0}))
@@ -369,16 +381,16 @@ def test_gradients_that_are_all_zero_move_nothing_without_weight_decay(name: str
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_nan_is_not_hidden(name: str) -> None:
-    param = torch.nn.Parameter(torch.ones(2))
+    param = torch.nn.Parameter(torch.ones(1, 2))
     optimizer = make(name, [param], lr=0.1)
     rows = Trial(name, {}, np.ones((1, 2), "float32")) if name in ROWS else None
     for step in (1, 2):
-        param.grad = torch.tensor([math.nan, 1.0])
+        param.grad = torch.tensor([[math.nan, 1.0]])
         optimizer.step()
-        assert param[0].isnan()
+        assert param[0, 0].isnan()
         if rows is not None:
             rows.step([0], np.array([[math.nan, 1.0]], "float32"), 0.1, step)
-            np.testing.assert_allclose(rows.weights[0], param.detach().numpy(), rtol=1e-6)
+            np.testing.assert_allclose(rows.weights, param.detach().numpy(), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -390,7 +402,8 @@ def test_a_nan_is_not_hidden(name: str) -> None:
         *[("DecayedAdagrad", {"decay": bad}) for bad in (-0.1, 1.1)],
         *[("Lamb", {"betas": bad}) for bad in ((-0.1, 0.9), (0.9, 1.0))],
         ("Lamb", {"weight_decay": -0.1}),
-        *[(name, {"eps": -0.1}) for name in ("DecayedAdagrad", "Lamb", "LarsMomentum")],
+        *[(name, {"eps": -0.1}) for name in ("DecayedAdagrad", "Lamb", "LarsMomentum", "RowWiseAdagrad")],
+        ("RowWiseAdagrad", {"initial_accumulator_value": -0.1}),
         *[("LarsMomentum", {key: -0.1}) for key in ("momentum", "lars_coeff", "weight_decay")],
     ],
     ids=ids,
@@ -400,7 +413,20 @@ def test_bad_arguments(name: str, options: dict[str, Any]) -> None:
         make(name, [torch.nn.Parameter(torch.zeros(1))], **options)
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("dims", [(), (3,), (2, 2)], ids=str)
+def test_row_wise_adagrad_steps_on_sparse_gradients_as_on_dense_ones(dims: tuple[int, ...]) -> None:
+    params = [torch.nn.Parameter(torch.linspace(-1, 1, 6 * math.prod(dims)).view(6, *dims)) for _ in range(2)]
+    optimizer = RowWiseAdagrad(params, lr=0.1, eps=0.01)
+    for step in range(5):
+        draw = torch.Generator().manual_seed(step)
+        ids = torch.randint(0, 6, (4,), generator=draw)  # some of them twice
+        sparse = torch.sparse_coo_tensor(ids[None], torch.randn(4, *dims, generator=draw), params[0].shape)
+        params[0].grad, params[1].grad = sparse, sparse.to_dense()
+        optimizer.step()
+    torch.testing.assert_close(params[0], params[1], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", sorted({*CLASSES} - {"RowWiseAdagrad"}))
 def test_sparse_and_complex_gradients_are_refused(name: str) -> None:
     table = torch.nn.Embedding(4, 2, sparse=True)
     table(torch.tensor([1])).sum().backward()

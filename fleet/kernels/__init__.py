@@ -16,6 +16,7 @@ from fleet.kernels import (
     nadam,
     radam,
     rmsprop,
+    row_wise_adagrad,
     sgd,
 )
 from fleet.kernels.rule import HINTS, Column, RowKernel, Rule
@@ -25,7 +26,7 @@ _OF_TORCH = (
     *(*adam.RULES, adamw.RULE, adamax.RULE, nadam.RULE, radam.RULE),
     *dense_classes.RULES,
 )
-_OF_FLEET = (ftrl.RULE, decayed_adagrad.RULE, lamb.RULE, lars_momentum.RULE)
+_OF_FLEET = (ftrl.RULE, decayed_adagrad.RULE, lamb.RULE, lars_momentum.RULE, row_wise_adagrad.RULE)
 
 RULES: dict[str, Rule] = {rule.name: rule for rule in (*_OF_TORCH, *_OF_FLEET)}
 
