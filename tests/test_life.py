@@ -16,13 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from inside import tiny_tiers
 
-from fleet.errors import ConfigurationError, ProtocolError
+from fleet.base.cluster import Endpoint
+from fleet.errors import ConfigurationError, MissedError, ProtocolError
 from fleet.kernels import RULES
 from fleet.numeric.ids import owner
 from fleet.plan.life import Admission, CountFilter, Eviction, MaxRows, Probability, SmallNorm, Unused
 from fleet.plan.plan import make_plan
 from fleet.plan.specs import GroupSpec, Initializer, JobSpec, PlanSettings, TableSpec
 from fleet.ps.server.checkpoint_reader import fill_own
+from fleet.ps.server.durability.state_directory import StateDirectory
+from fleet.ps.table import frozen_view
 from fleet.ps.table.eviction import Last, Ranking, last_here
 from fleet.ps.table.exact_counts import ExactCounts
 from fleet.ps.table.frozen_view import FrozenView
@@ -756,6 +759,85 @@ def test_a_delta_tells_which_rows_are_gone(admit: Admission | None, evict: list[
             shard.history.exists(last)
             assert state == job.rows()
     assert told > 10
+
+
+@pytest.mark.parametrize(("admit", "evict"), RULED)
+@pytest.mark.pairs(2)
+def test_snapshots_on_top_of_each_other_lead_to_where_the_last_one_began(
+    admit: Admission | None, evict: list[Eviction], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that left, came again and change while the snapshot is written are in it."""
+    monkeypatch.setattr(frozen_view, "_HELD_BYTES", 1)  # what changes is handed on at once, before all that is read
+    spec = replace(SPEC, admit=admit, evict=tuple(evict))
+    job, since, told, now = Servers(1, spec, every=2), 0, 0, 50.0
+    (shard,) = job.shards
+    with closing(StateDirectory(str(tmp_path), Endpoint("server", 1), "os")) as directory:
+        for number, pushes in enumerate(steps_of(5, 40), 1):
+            now += 1
+            job.step(pushes, now)
+            if number % 3:
+                continue
+            epoch = shard.history.next_epoch()
+            shard.history.goes_on_from("snapshot", *(each for each in (since, epoch) if each))
+            draft = directory.begin({}, [], on_top=since > 0, behind=False)
+            frozen = shard.freeze(since, draft.pieces.add)
+            rows, counts = job.rows(), admit is not None and isinstance(admit, CountFilter) and job.counts()
+            with draft.pieces as pieces:
+                now += 1
+                job.step(pushes, now)
+                for piece in pieces_of(shard, since, frozen):
+                    told += "removed" in piece.about and piece.about["rows"]
+                    pieces.add(piece.about, piece.tensors)
+            directory.adopt(draft, directory.publish(draft))
+            again, since = Servers(1, spec), epoch
+            fill_own(again.shards[0], directory.pieces())
+            assert again.rows() == rows
+            assert not counts or again.counts() == counts
+    assert told > 10
+
+
+def many_leave(servers: Servers) -> None:
+    """Let more rows leave at once than are left."""
+    step = [
+        (np.arange(first, last), np.ones((last - first, 2), np.float32), np.ones(last - first))
+        for first, last in ((0, 40), (35, 60))
+    ]
+    servers.step(step, 50.0)
+    servers.step(step[1:] * 2, 51.0)
+    servers.shrink(52.0)
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_what_is_to_go_on_from_something_older_knows_of_all_rows_that_are_due(
+    servers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where more have left than are remembered, all rows are saved anew."""
+    monkeypatch.setattr("fleet.ps.table.tombstones._FEW", 4)
+    job = Servers(servers, replace(SPEC, evict=(Unused(1),)))
+    for shard in job.shards:
+        shard.history.begin("first", "")
+        shard.history.exists("first")
+    many_leave(job)
+    for shard in job.shards:
+        (table,) = shard.tables
+        assert table.cut is not None, "nothing was taken out yet"
+        assert shard.history.begin("second", "first") == 0
+        assert not shard.history.knows_removed(1)
+
+
+def test_a_delta_that_is_read_beside_the_training_has_all_rows_that_have_left_or_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("fleet.ps.table.tombstones._FEW", 4)
+    job = Servers(1, replace(SPEC, evict=(Unused(1),)))
+    (shard,) = job.shards
+    shard.history.begin("first", "")
+    shard.history.exists("first")
+    since = shard.history.begin("second", "first")
+    assert since
+    many_leave(job)
+    with pytest.raises(MissedError, match="does not know which rows have left"):
+        list(pieces_of(shard, since))
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -29,7 +29,7 @@ from fleet.base.cluster import Endpoint
 from fleet.base.file_lock import locked
 from fleet.checkpoint.files import make_directory, sync_directory
 from fleet.checkpoint.manifest import TABLE, read
-from fleet.checkpoint.pieces import PieceFile, PieceWriter
+from fleet.checkpoint.pieces import PieceFile, PieceWriter, rows_in_order
 from fleet.checkpoint.places import Directory
 from fleet.errors import CheckpointError, ConfigurationError
 
@@ -326,7 +326,7 @@ class StateDirectory:
 
     def pieces(self) -> Iterator[tuple[dict[str, Any], list[Any]]]:
         """Yield the shard's pieces in the snapshot, in the order in which they are to be taken."""
-        for file in self._files():
+        for file in rows_in_order(self._files()):
             yield file.about, read(Directory(self.directory), file)
 
     def records(self) -> Iterator[tuple[Kind, memoryview]]:
