@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fleet.errors import MissedError
 from fleet.kernels.rule import RowKernel
 from fleet.numeric.ids import scatter, unique
 from fleet.numeric.jit import Array, Ids, compiled
@@ -336,11 +337,17 @@ class LivingTable(Table):
     # ---------------------------------------------------------------- for checkpoints
 
     def removed_since(self, epoch: int) -> list[Ids]:
-        """Return the rows that were removed in an epoch or later."""
+        """Return the rows that were removed in an epoch or later, without those that are due."""
+        if epoch and not self._tombstones.reaches(epoch):
+            raise MissedError(
+                "this server does not know which rows have left since the last checkpoint",
+                where=f"table {self.spec.name!r}",
+            )
         return self._tombstones.since(epoch)
 
     def knows_removed(self, since: int) -> bool:
-        """Say whether all rows are known that were removed in an epoch or later."""
+        """Say whether all rows are known that were removed in an epoch or later, once all are out that are due."""
+        self.take_out_due()  # first: they may be more than are remembered
         return self._tombstones.reaches(since)
 
     def forget_removed(self, before: int) -> None:
