@@ -248,6 +248,64 @@ def test_a_process_alone_does_the_same() -> None:
     torch.testing.assert_close(seen, model.seen())
 
 
+def saves(fleet_: Fleet, rule: Any, optimizer: Any, where: Path, modes: Sequence[str]) -> None:
+    """Rows 0 to 9 are trained once, then 10 to 12 are, each four times as often; a checkpoint follows each part."""
+    module = Embedding(None, DIM, initializer="zeros", evict=rule)
+    wrapped = fleet_.distributed_optimizer(optimizer(module.parameters(), lr=LR), model=module)
+    fleet_.init_worker()
+    for ids, steps, mode in zip((torch.arange(10), torch.arange(10, 13)), (1, 4), modes, strict=True):
+        for _ in range(steps):
+            wrapped.minimize(module(ids).sum())
+        if mode:
+            fleet_.save_persistables(where, mode=mode)
+
+
+def sync_every(steps: int) -> Any:
+    return StrategyFactory.create_sync_strategy().with_settings(evict_every=steps)
+
+
+@pytest.mark.parametrize("modes", [("full", "delta"), ("", "full")])
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.pairs(1)
+def test_rows_that_were_saved_without_a_rule_count_as_used_when_they_are_loaded(
+    modes: Sequence[str], servers: int, tmp_path: Path
+) -> None:
+    """However they were saved: at once, or most of them in a checkpoint from before."""
+    run_job(lambda fleet_, _: saves(fleet_, None, torch.optim.SGD, tmp_path, modes), 1, 1)
+
+    def body(fleet_: Fleet, worker: int) -> Any:
+        module = Embedding(None, DIM, initializer="zeros", evict=Unused(steps=4))
+        sgd = torch.optim.SGD(module.parameters(), lr=LR)
+        wrapped = fleet_.distributed_optimizer(sgd, sync_every(EVERY), model=module)
+        fleet_.init_worker()
+        found = []
+        for _ in range(7):  # steps 6 to 12
+            wrapped.minimize(module(torch.tensor([20])).sum())
+            flush(fleet_)
+            found.append(fleet_.summary()["tables"]["weight"]["rows"])
+        return found
+
+    (found,) = run_job(body, 1, servers, model_dir=str(tmp_path))
+    assert found == [14, 14, 14, 14, 14, 14, 1]
+
+
+def test_what_was_counted_of_rows_outlives_another_optimizer(tmp_path: Path) -> None:
+    rule, where = MaxRows(3, by="often"), tmp_path / "step-00000005"
+    run_job(lambda fleet_, _: saves(fleet_, rule, torch.optim.SGD, where, ("full", "delta")), 1, 1)
+    alone = Fleet(environ={})
+    alone.init()
+    alone.resume_from(tmp_path, strict=False)
+    module = Embedding(None, DIM, initializer="zeros", evict=rule)
+    adam = torch.optim.Adam(module.parameters(), lr=LR)
+    alone.distributed_optimizer(adam, sync_every(EVERY), model=module)
+    alone.init_worker()
+    alone.shrink()
+    with torch.no_grad():
+        rows = module(torch.arange(13))
+    alone.stop_worker()
+    assert rows.any(1).nonzero()[:, 0].tolist() == [10, 11, 12]
+
+
 @pytest.mark.pairs(1)
 @pytest.mark.parametrize(("journal_bytes", "nth"), [(1, 7), (2000, 4), (1 << 30, 4)])
 @pytest.mark.parametrize("rules", ["weights", "those not seen for long"])

@@ -25,6 +25,7 @@ from fleet.numeric.jit import Array
 from fleet.plan.specs import JobSpec
 from fleet.ps.consistency import MODES
 from fleet.ps.server.object_states import ObjectState
+from fleet.ps.table.eviction import SEEN, TIME, WEIGHTS
 from fleet.ps.table.living_table import LivingTable
 from fleet.ps.table.runs import BlockState
 from fleet.ps.table.shard import Shard
@@ -157,6 +158,9 @@ def _restore_rows(checkpoint: Checkpoint, shard: Shard, server: int, fit: Fit) -
     shard.prepare()
     for name, table in tables.items():
         table.expect(_rows_saved(checkpoint, name) // servers)
+    for _, piece in checkpoint.files(TABLE):
+        if piece.about[TABLE] in tables and piece.about[TABLE] in fit.whole:
+            reach_step(tables[piece.about[TABLE]], piece.about)  # before rows come that count as used when they do
     with room_taken(shard.tables):
         for about, tensors in checkpoint.pieces(TABLE, once=servers == 1):
             # A table may have joined the job while a worker that did not know of it yet saved.
@@ -233,6 +237,11 @@ def _rows_saved(checkpoint: Checkpoint, table: str) -> int:
     return sum(min(int(piece.about["rows"]), piece.bytes // 8) for piece in first)
 
 
+def reach_step(table: Table, about: Mapping[str, Any]) -> None:
+    """Let a table be at least at the step at which a piece of its rows was exported."""
+    table.step = max(table.step, int(about["step"]))
+
+
 def restore_piece(
     table: Table, about: Mapping[str, Any], arrays: Sequence[Any], shard: Shard, server: int, *, keeps_state: bool
 ) -> None:
@@ -240,8 +249,6 @@ def restore_piece(
     if REMOVED in about:
         table.remove(arrays[0])
         return
-    if keeps_state:
-        table.step = max(table.step, int(about["step"]))
     servers = shard.plan.spec.settings.server_num
     # All are mine where there is no other server, and nothing need be copied.
     mine = partition(arrays[0], servers)[server] if servers > 1 else slice(None)
@@ -249,7 +256,9 @@ def restore_piece(
         columns = dict(zip(about["columns"], (array[mine] for array in arrays[1:]), strict=True))
         # Where workers push changes, they keep the rows' optimizer state, and it starts afresh.
         is_whole = keeps_state and shard.changes is None
-        table.load(arrays[0][mine], columns if is_whole else {WEIGHT: columns[WEIGHT]})
+        # What was counted is no optimizer's; in which step a row was used says nothing where steps start afresh.
+        lasting = [WEIGHT, *(name for name in (TIME, SEEN, WEIGHTS) if name in columns)]
+        table.load(arrays[0][mine], columns if is_whole else {name: columns[name] for name in lasting})
 
 
 def _check_ids(table: Table, ids: Array) -> None:

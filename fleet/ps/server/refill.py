@@ -12,7 +12,7 @@ from fleet.checkpoint.assembly import Assembly
 from fleet.checkpoint.manifest import COUNTS, DENSE, TABLE
 from fleet.errors import CheckpointError, ProtocolError
 from fleet.numeric.tensors import WireTensor
-from fleet.ps.server.checkpoint_reader import restore_piece, take_counts, write_whole
+from fleet.ps.server.checkpoint_reader import reach_step, restore_piece, take_counts, write_whole
 from fleet.ps.table.given import GivenPiece
 from fleet.ps.table.living_table import LivingTable
 from fleet.ps.table.shard import Shard
@@ -50,6 +50,7 @@ class Refill:
             else:
                 arrays = [tensor.numpy() for tensor in tensors]
                 table, server = self._tables[about[TABLE]], self._shard.server
+                reach_step(table, about)
                 restore_piece(table, about, arrays, self._shard, server, keeps_state=True)
         except UNREADABLE as error:
             raise ProtocolError(
