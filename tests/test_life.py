@@ -840,6 +840,28 @@ def test_a_delta_that_is_read_beside_the_training_has_all_rows_that_have_left_or
         list(pieces_of(shard, since))
 
 
+def test_a_save_that_is_given_up_keeps_no_room_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_tiers(monkeypatch)
+    monkeypatch.setattr("fleet.ps.table.shard.PIECE_BYTES", 2000)
+    ids, values = np.arange(100), np.zeros((100, 60), np.float32)
+    with closing(TieredStores(tmp_path, "a-server", 1 << 20, 10.0)) as stores:
+        shard = Shard(plan_of(1, replace(SPEC, dim=60)), 0, 3, [OPTIONS_TEXT], stores.share())
+        (table,) = shard.tables
+
+        def taken() -> int:
+            for _ in range(20):
+                table.load(ids, {"weight": values})
+            return table.figures()["disk_bytes"]
+
+        before = taken()
+        for _ in range(5):
+            shard.history.next_epoch()
+            view = shard.freeze(0, lambda *_: None)
+            assert shard.export("table:0:0", frozen=view).next_cursor.startswith("table:0:")
+            view.leave()
+            assert taken() < 2 * before
+
+
 def test_what_does_not_fit_is_refused() -> None:
     spec = replace(SPEC, evict=(MaxRows(3),))
     with pytest.raises(ConfigurationError, match="cannot come and go"):

@@ -72,6 +72,8 @@ class FrozenView:
         self._hand_on = hand_on
         self._aside: list[list[tuple[Ids, dict[str, Array]]]] = [[] for _ in tables]
         self._held = 0
+        #: the table that is being scanned, and where that goes on
+        self._scanned: tuple[Table, int] | None = None
         self._watchers = [partial(self._set_aside, index) for index in range(len(tables))]
         for table, watcher in zip(tables, self._watchers, strict=True):
             table.watch(watcher)
@@ -87,8 +89,16 @@ class FrozenView:
         if self._failure is not None:
             raise self._failure
 
+    def reached(self, index: int, place: int | None) -> None:
+        """Note at which place the scan of a table goes on, if it does."""
+        self._scanned = None if place is None else (self._tables[index], place)
+
     def leave(self) -> None:
         """Keep nothing any more."""
+        if self._scanned is not None:
+            table, place = self._scanned
+            table.store.leave(place)
+        self._scanned = None
         for table, watcher in zip(self._tables, self._watchers, strict=True):
             table.unwatch(watcher)
         for view in self.counts.values():

@@ -208,6 +208,9 @@ class MemoryStore:
             batch = np.concatenate([ids for ids, _ in found]), rows
         return batch, start if start < self._count else None
 
+    def leave(self, place: int) -> None:
+        """Do nothing: nothing is kept for a scan."""
+
     def _between(self, start: int, stop: int, names: Sequence[str], briefly: bool) -> Batch:
         """Return the rows from one slot to another."""
         briefly = briefly or self._free is not None  # then those that are there are copied below

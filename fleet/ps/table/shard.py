@@ -702,6 +702,8 @@ class Shard:
         # What rows take where they are loaded: with their part of an index.
         row_bytes = max(table.row_bytes, table.nbytes // max(1, len(table)))
         batch, stop = table.scan(start, max(1, PIECE_BYTES // row_bytes), since, until)
+        if frozen is not None:
+            frozen.reached(index, stop)
         following = self._cursor("table", index + 1, since, frozen) if stop is None else f"table:{index}:{stop}"
         piece = Piece(*described(table, step, *without(cut, batch)), following)
         if frozen is not None and not following:

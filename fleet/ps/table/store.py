@@ -155,3 +155,6 @@ class Store(Protocol):
         begins, if there may be more; the first place is 0. ``only`` leaves out rows. Where they are needed ``briefly``,
         until something is written, they need not be copies. Whoever goes through all places
         gets every row that was there all the time at least once, and once if nothing was written meanwhile."""
+
+    def leave(self, place: int) -> None:
+        """Note that nobody goes on with a scan from this place, so that nothing is kept for it."""

@@ -456,6 +456,9 @@ class TieredStore:
             rows = {name: values[chosen] for name, values in rows.items()}
         return (ids, rows), None if place is None else place.number
 
+    def leave(self, place: int) -> None:
+        self._file.let_go(_Place.of(place).begun)
+
     def sample(self, count: int, names: Sequence[str]) -> Batch:
         warm = round(count * self.in_memory / max(1, len(self)))
         records = self._file.spread(count - warm)
