@@ -380,7 +380,7 @@ class Fleet:
         self._backend("init_worker").init_worker()
 
     def stop_worker(self) -> None:
-        """Say goodbye to the servers. A second call does nothing.
+        """Say goodbye to the servers, once ``Checkpoints`` that are still open are closed. A second call does nothing.
 
         Examples:
             >>> optimizer.minimize(loss())

@@ -40,6 +40,8 @@ _log = logging.getLogger("fleet.checkpoint")
 
 #: What a thread is called, before the place it writes to.
 _THREAD = "fleet-checkpoint "
+#: What is being written has to be done within so many seconds, unless it is said otherwise.
+_WITHIN_S = 600.0
 
 
 @dataclass
@@ -174,6 +176,7 @@ class Checkpoints:
         self._knows_of_others = False
         self._is_used = False
         self._steps_before = self._job.steps_of_its_own("Checkpoints()")
+        self._job.before_goodbye(self._end)
         self._give_notice()
 
     @staticmethod
@@ -220,7 +223,7 @@ class Checkpoints:
 
         return encoded(self._state)
 
-    def save(self, within_s: float = 600.0) -> None:
+    def save(self, within_s: float = _WITHIN_S) -> None:
         """Save now, whether it is time or not, for example at the end of the training. A checkpoint that is still being
         written has to be done within ``within_s`` seconds."""
         self._refuse_closed("save()")
@@ -233,9 +236,9 @@ class Checkpoints:
         elif self._state is not None:
             self._states.give(wanted, self._own())
 
-    def close(self, within_s: float = 600.0) -> None:
-        """Wait for what is still being written, and save what has become due meanwhile, before ``stop_worker()``; each
-        has to be done within ``within_s`` seconds. A second call does nothing."""
+    def close(self, within_s: float = _WITHIN_S) -> None:
+        """Wait for what is still being written, and save what has become due meanwhile; each has to be done within
+        ``within_s`` seconds. A second call does nothing. ``stop_worker()`` does the same first of all."""
         if self._closed:
             return
         checks.seconds("within_s", within_s)
@@ -249,6 +252,13 @@ class Checkpoints:
             self._finish(within_s)
         self._states.end()
         self._closed = True
+
+    def _end(self) -> None:
+        """Finish what the job would leave unwritten that stops now. What an error has closed is waited for as well."""
+        if self._closed:
+            self._finish(_WITHIN_S)
+        else:
+            self.close()
 
     def __enter__(self) -> Checkpoints:
         return self

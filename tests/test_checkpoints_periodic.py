@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 import threading
@@ -384,6 +385,56 @@ def test_a_job_may_stop_before_what_nothing_is_owed_to_ends(tmp_path: Path) -> N
 
     run_job(body, 1, 1)
     assert names(tmp_path) == ["step-00000002"]
+
+
+@pytest.mark.parametrize("ends", ["open", "closed by an error"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_job_that_stops_finishes_what_is_being_written(
+    ends: str, strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, finish = hold(monkeypatch), Checkpoints._finish
+
+    def let_go(checkpoints: Checkpoints, within_s: float) -> None:
+        go.set()
+        finish(checkpoints, within_s)
+
+    monkeypatch.setattr(Checkpoints, "_finish", let_go)
+
+    def body(job: Fleet, worker: int) -> None:
+        model, optimizer = join(job, strategy)
+        checkpoints = Checkpoints(tmp_path, every_steps=2, fleet=job)
+        with contextlib.suppress(StopIteration), contextlib.ExitStack() as stack:
+            if ends != "open":
+                stack.enter_context(checkpoints)
+            for step in range(4):
+                train(model, optimizer, [step])
+                checkpoints.after_step()
+            raise StopIteration
+        job.stop_worker()
+        for call in (checkpoints.close, job.stop_worker):
+            call()  # do nothing any more
+
+    run_job(body, 2, 2)
+    put_off = [] if ends != "open" else ["step-00000004"]
+    assert names(tmp_path) == ["step-00000002", *put_off]
+
+
+def test_a_job_that_stops_tells_of_what_could_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And says goodbye: to the others it has trained to its end."""
+    monkeypatch.setattr(writer.CheckpointWriter, "commit", no_space)
+
+    def body(job: Fleet, worker: int) -> None:
+        model, optimizer = join(job)
+        checkpoints = Checkpoints(tmp_path, every_steps=1, fleet=job)
+        train(model, optimizer, [0])
+        checkpoints.after_step()
+        if worker == 0:
+            with pytest.raises(CheckpointError, match=r"a checkpoint could not be written.*No space left"):
+                job.stop_worker()
+        else:
+            job.stop_worker()
+
+    run_job(body, 2, 1)
 
 
 @pytest.mark.parametrize("how", ["close", "save"])

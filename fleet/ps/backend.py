@@ -316,6 +316,10 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
         worker = self._running_worker("save_persistables()")
         return checkpoint_save.begin(worker, dirname, mode, own, wanted, or_full)
 
+    def before_goodbye(self, finish: Callable[[], object]) -> None:
+        """Have what still saves behind the training finish before this worker says that it is done."""
+        self._running_worker("Checkpoints()").before_goodbye.callback(finish)
+
     #: The rest of a save may be done on another thread, while this one trains.
     saves_behind = True
     saves_deltas = True

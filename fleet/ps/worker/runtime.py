@@ -11,7 +11,7 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -94,6 +94,8 @@ class WorkerRuntime:
         self.move_as_asked: Callable[[], None] = lambda: None
         #: gives that up
         self.before_close: Callable[[], None] = lambda: None
+        #: what has to end before the goodbye, the last to come first
+        self.before_goodbye = ExitStack()
         self._describe = describe
         self._strategy = strategy
         self._settings = settings
@@ -817,6 +819,12 @@ class WorkerRuntime:
             told = "" if cause is None else f" ({cause})"
             self.abort(f"its job had already failed{told}, and its script went on to stop_worker()")
             return
+        try:
+            self.before_goodbye.close()
+        finally:
+            self._say_goodbye()
+
+    def _say_goodbye(self) -> None:
         try:
             with self.turns.take():
                 self.finish_interrupted("stop_worker()")
