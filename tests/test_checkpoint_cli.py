@@ -423,6 +423,30 @@ def test_an_export_is_what_a_model_is_given(run: Run, saved: Path, tmp_path: Pat
     run_job(body, 1, 2)
 
 
+def test_a_table_without_rows_is_one_of_the_others(run: Run, tmp_path: Path) -> None:
+    def body(job: Fleet, worker: int) -> None:
+        model = torch.nn.ModuleDict({"some": fleet.nn.Embedding(None, 4), "none": fleet.nn.Embedding(None, 4)})
+        optimizer = job.distributed_optimizer(torch.optim.Adagrad(model.parameters(), lr=0.1), model=model)
+        job.init_worker()
+        optimizer.minimize(model["some"](torch.tensor([3])).sum())
+        job.save_persistables(tmp_path / "ckpt")
+
+    run_job(body, 1, 2)
+    for command in (
+        ["ls", tmp_path / "ckpt"],
+        ["verify", tmp_path / "ckpt"],
+        ["export", tmp_path / "ckpt", tmp_path / "all.safetensors", "--state"],
+        ["export", tmp_path / "ckpt", f"{tmp_path / 'folder'}/"],
+        ["export", tmp_path / "ckpt", tmp_path / "dcp", "--format", "dcp", "--state"],
+        ["import", tmp_path / "dcp", tmp_path / "again", "--format", "dcp"],
+        ["diff", tmp_path / "ckpt", tmp_path / "again"],
+    ):
+        assert run(*command)[0] == 0, command
+    found = safetensors.torch.load_file(tmp_path / "all.safetensors")
+    assert found["none.ids"].shape == (0,)
+    assert found["none.weight"].shape == (0, 4)
+
+
 def test_an_export_may_have_the_state(run: Run, saved: Path, tmp_path: Path) -> None:
     state = plain(run, saved / "delta", tmp_path / "all.safetensors")
     assert state["dense.weight.state.sum"].shape == (3, 4)

@@ -19,6 +19,7 @@ import torch
 from fleet.checkpoint.inspection import Array, Parameter, Rows, buffers, parameters, scratch, states
 from fleet.checkpoint.manifest import Checkpoint
 from fleet.checkpoint.places import writing
+from fleet.numeric.bits import as_bytes
 from fleet.plan.specs import JobSpec
 
 
@@ -138,15 +139,11 @@ def _kind(value: Any, present: bool = True) -> str:
 
 
 def difference(left: torch.Tensor, right: torch.Tensor) -> Difference:
-    if torch.equal(_bits(left), _bits(right)):
+    if torch.equal(as_bytes(left), as_bytes(right)):
         return Difference(True, 0.0, 0.0)
     apart = left.double() - right.double()
     size, whole = float(apart.norm()), float(left.double().norm())
     return Difference(False, float(apart.abs().max()), size / whole if whole else math.inf if size else 0.0)
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _compare_rows(left: Rows, right: Rows) -> RowDifference:

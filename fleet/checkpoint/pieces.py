@@ -25,6 +25,7 @@ import torch
 from fleet.base.checksum import crc32
 from fleet.checkpoint.places import Buffer, Place
 from fleet.errors import CheckpointError
+from fleet.numeric.bits import as_bytes
 
 #: Pieces are about this large.
 PIECE_BYTES = 16 << 20
@@ -84,7 +85,7 @@ def encoded(tensors: Tensors) -> list[Buffer]:
     bodies: list[Buffer] = []
     at = 0
     for name, given in tensors.items():
-        tensor = (given if isinstance(given, torch.Tensor) else torch.from_numpy(given)).detach().cpu().contiguous()
+        tensor = (given if isinstance(given, torch.Tensor) else torch.from_numpy(given)).cpu()
         if tensor.dtype not in NAMES:
             raise CheckpointError(
                 f"{name!r} is {tensor.dtype}, which no checkpoint holds", expected=", ".join(map(str, NAMES))
@@ -96,7 +97,7 @@ def encoded(tensors: Tensors) -> list[Buffer]:
         }
         at += tensor.nbytes
         if tensor.nbytes:
-            bodies.append(tensor.reshape(-1).view(torch.uint8).numpy())
+            bodies.append(as_bytes(tensor).numpy())
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return [len(text).to_bytes(8, "little") + text, *bodies]

@@ -24,6 +24,7 @@ from fleet.checkpoint.manifest import BUFFERS, DENSE, TABLE, Checkpoint
 from fleet.checkpoint.pieces import NAMES
 from fleet.checkpoint.places import Buffer, place_at, writing
 from fleet.errors import CheckpointError, ConfigurationError, UnsupportedError
+from fleet.numeric.bits import as_bytes
 from fleet.plan.specs import TableSpec
 
 SAFETENSORS, PARQUET = ".safetensors", ".parquet"
@@ -151,7 +152,7 @@ class _SafetensorsFile:
 
     def add(self, name: str, value: torch.Tensor) -> None:
         self._enter(name, NAMES[value.dtype], tuple(value.shape), value.nbytes)
-        bits: Buffer = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        bits: Buffer = as_bytes(value).numpy()
         with self._path.open("ab") as file:
             file.write(bits)
 

@@ -21,6 +21,7 @@ import torch
 from fleet.checkpoint.manifest import STATES, Checkpoint
 from fleet.checkpoint.pieces import PIECE_BYTES, PieceWriter
 from fleet.errors import ArgumentTypeError, CheckpointError, FleetError, UnsupportedError
+from fleet.numeric.bits import as_bytes
 
 _log = logging.getLogger("fleet.checkpoint")
 
@@ -286,9 +287,8 @@ class _Encoder:
         plain = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta
         if not plain or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             raise UnsupportedError(f"{path} is {_called(tensor)}, which cannot be kept", expected="a plain tensor")
-        bits = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
         dtype = str(tensor.dtype).removeprefix("torch.")
-        return [dtype, list(tensor.shape), *self._body(bits.numpy().tobytes())]
+        return [dtype, list(tensor.shape), *self._body(as_bytes(tensor.cpu()).numpy().tobytes())]
 
     def _body(self, body: bytes) -> tuple[int, int]:
         start, self._size = self._size, self._size + len(body)

@@ -1,4 +1,4 @@
-"""Tensors compared bit by bit: NaN is like itself, and -0.0 is not like 0.0."""
+"""Tensors as bits: NaN is like itself, and -0.0 is not like 0.0."""
 
 from __future__ import annotations
 
@@ -16,6 +16,13 @@ _memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 def same_bytes(one: int, other: int, nbytes: int) -> bool:
     """Say whether memory at two addresses is alike. Nobody checks whose it is."""
     return not _memcmp(one, other, nbytes)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor's elements, in their order: its own memory where they lie so."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    # An empty one that numpy made has a stride by which torch finds no bytes.
+    return flat.view(torch.uint8) if len(flat) else torch.empty(0, dtype=torch.uint8, device=flat.device)
 
 
 def changed(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

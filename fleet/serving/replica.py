@@ -17,6 +17,7 @@ from fleet.base.clock import Clock, SystemClock
 from fleet.base.cluster import Endpoint
 from fleet.base.settings import ProcessSettings
 from fleet.errors import ServerBusyError
+from fleet.numeric.bits import as_bytes
 from fleet.numeric.jit import Array
 from fleet.ps.table.stores import stores_of
 from fleet.ps.wire.health import Health
@@ -213,5 +214,5 @@ def _name(dtype: torch.dtype) -> str:
 
 def _raw(values: torch.Tensor) -> Array:
     """Return the bytes of a tensor, whatever its element type is."""
-    flat: Array = values.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    flat: Array = as_bytes(values).numpy()
     return flat

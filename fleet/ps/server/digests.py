@@ -16,6 +16,7 @@ import torch
 
 from fleet.checkpoint.manifest import TABLE
 from fleet.errors import ConfigurationError
+from fleet.numeric.bits import as_bytes
 from fleet.numeric.jit import Array
 from fleet.ps.server.job import Due, Job
 from fleet.ps.server.replay import Replay
@@ -189,9 +190,12 @@ def _array(values: torch.Tensor | Array) -> Array:
 
 def _rows_of_bytes(values: torch.Tensor | Array) -> Array:
     """Return the bytes of each row."""
-    array = np.ascontiguousarray(_array(values.view(torch.uint8) if isinstance(values, torch.Tensor) else values))
-    return array.view(np.uint8).reshape(len(array), array.nbytes // max(1, len(array)))
+    if isinstance(values, torch.Tensor):
+        flat: Array = as_bytes(values).numpy()
+    else:
+        flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+    return flat.reshape(len(values), flat.size // max(1, len(values)))
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return as_bytes(tensor.cpu()).numpy().tobytes()

@@ -13,6 +13,7 @@ import torch
 
 from fleet.errors import ConfigurationError
 from fleet.nn.handle import Wanted
+from fleet.numeric.bits import as_bytes
 
 Batch = TypeVar("Batch")
 
@@ -199,7 +200,7 @@ def _sample(tensor: torch.Tensor) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         count, detached = tensor.numel(), tensor.detach()
         ends = (_between(detached, *each) for each in ((0, min(count, _SAMPLE)), (max(count - _SAMPLE, 0), count)))
-        return (tensor.shape, *(each.resolve_conj().resolve_neg().view(torch.uint8).numpy().tobytes() for each in ends))
+        return (tensor.shape, *(as_bytes(each).numpy().tobytes() for each in ends))
 
 
 def _between(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
