@@ -450,6 +450,34 @@ def test_a_forward_that_decides_by_the_batchs_size_is_refused(decide: Callable[[
         export_program(Deciding(), (torch.ones(example, 2),))
 
 
+def test_a_program_is_exact_however_values_lie_in_memory(tmp_path: Path) -> None:
+    class Lying(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = torch.nn.Conv2d(3, 16, 3).to(memory_format=torch.channels_last)
+            self.turned = torch.nn.Parameter(torch.randn(5, 4).t())
+            self.register_buffer("spread", torch.randn(16, 10).t()[::2])
+            self.spread: torch.Tensor
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.conv(x).mean((2, 3)) @ self.spread.t() @ self.turned.t()
+
+    def body(job: Fleet, worker: int) -> torch.Tensor:
+        torch.manual_seed(4)
+        model = Lying()
+        optimizer = job.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+        job.init_worker()
+        optimizer.minimize(model(x).square().mean())
+        job.save_inference_model(str(tmp_path / "serve"), model, example_inputs=(x,))
+        with torch.no_grad():
+            return model.eval()(x).clone()
+
+    x = torch.randn(8, 3, 9, 9, generator=torch.Generator().manual_seed(1))
+    (expected,) = run_job(body)
+    assert torch.equal(torch.export.load(tmp_path / "serve" / "model.pt2").module()(x), expected)
+    assert torch.equal(fleet.load_inference_model(str(tmp_path / "serve"), Lying())(x), expected)
+
+
 def test_columns_of_a_batch_of_one(tmp_path: Path) -> None:
     """From a job to a file and back."""
 

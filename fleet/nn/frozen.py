@@ -158,10 +158,10 @@ def freeze(
             stand_ins[id(module)] = FrozenEmbeddingGroup({key: stand_ins[id(each)] for key, each in module.items()})
     for name, param in model.named_parameters(remove_duplicate=False):
         if name in values and id(param) not in stand_ins:
-            stand_ins[id(param)] = torch.nn.Parameter(values[name], requires_grad=False)
+            stand_ins[id(param)] = torch.nn.Parameter(_lying_as(param, values[name]), requires_grad=False)
     for name, buffer in model.named_buffers(remove_duplicate=False):
         if name in values:
-            stand_ins[id(buffer)] = values[name]
+            stand_ins[id(buffer)] = _lying_as(buffer, values[name])
     try:
         copied = copy.deepcopy(model, stand_ins)
     except Exception as error:
@@ -172,6 +172,16 @@ def freeze(
             todo="Keep what copy.deepcopy cannot copy (files, locks, connections) out of the model's attributes.",
         ) from error
     return copied.to("cpu").eval()
+
+
+def _lying_as(given: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return values in the order in memory that a tensor has: what is computed of them depends on it, in the last
+    bits."""
+    if (
+        values.shape != given.shape or values.stride() == given.stride()
+    ):
+        return values  # as they are: of a table its rows alone are here
+    return torch.empty_like(given, device="cpu").copy_(values)
 
 
 def _frozen(name: str, module: torch.nn.Module, table: FrozenTable) -> torch.nn.Module:
