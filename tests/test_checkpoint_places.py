@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import shutil
@@ -15,15 +16,17 @@ from fsspec.registry import _registry
 from fsspec.spec import AbstractFileSystem
 from harness import PATIENT, run_job
 from prepared import Prepared
-from small_job import join, same, train
+from small_job import Net, join, same, train
 
 from fleet import Checkpoints, Fleet
 from fleet.checkpoint.manifest import Checkpoint
 from fleet.checkpoint.places import Claimed, Directory, Remote, place_at, proven
 from fleet.errors import ArgumentTypeError, CheckpointError
+from fleet.launch import cli
 from fleet.ps.server import checkpoint_share
 from fleet.ps.worker import checkpoint_save
 from fleet.role_maker import Role, UserDefinedRoleMaker
+from fleet.serving import follow
 
 ROOT = Path(__file__).parent.parent
 
@@ -244,6 +247,49 @@ def test_a_server_of_another_user_does_not_write_where_it_may_only_read(tmp_path
         os._exit(10 * readable + (proven(claimed.folder.url, claimed.proof) is None))
     claimed.close()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 11
+
+
+@pytest.mark.parametrize("what", ["step-00000002", "step-00000002/manifest.json", "step-00000002/fleet-pieces-*"])
+def test_what_may_not_be_read_is_passed_by(
+    what: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As anything else that is no complete checkpoint: the one before it is there. Whoever is root may read all."""
+
+    def body(job: Fleet, worker: int) -> None:
+        model, optimizer = join(job)
+        for step in range(2):
+            train(model, optimizer, [step])
+            job.save_persistables(tmp_path / f"step-{step + 1:08d}")
+
+    run_job(body)
+    (forbidden,) = tmp_path.glob(what)
+
+    def refusing(look: Callable[..., Any], itself: bool) -> Callable[..., Any]:
+        def refused(path: Any, *args: Any, **options: Any) -> Any:
+            if forbidden in Path(path).parents or (itself and forbidden == Path(path)):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            return look(path, *args, **options)
+
+        return refused
+
+    is_file = forbidden.is_file()
+    monkeypatch.setattr(Path, "stat", refusing(Path.stat, itself=False))
+    monkeypatch.setattr(Path, "open", refusing(Path.open, itself=is_file))
+    monkeypatch.setattr(os, "scandir", refusing(os.scandir, itself=True))
+    assert Checkpoints.latest(tmp_path) == str(tmp_path / "step-00000001")
+    assert "passing by what is no complete checkpoint: the system does not let this process read" in caplog.text
+    with follow(Net().eval(), tmp_path) as follower:
+        assert follower.version == 1
+    assert cli.main(["checkpoint", "ls", str(tmp_path)]) == 2
+    told = capsys.readouterr()
+    assert "step-00000001" in told.out
+    assert "step-00000002: the system does not let this process read here" in told.err
+    with pytest.raises(CheckpointError, match="the system does not let this process read here"):
+        Checkpoint.open(tmp_path / "step-00000002").check_present()
 
 
 def test_a_chain_of_directories_may_be_moved_and_reached_by_links(tmp_path: Path) -> None:

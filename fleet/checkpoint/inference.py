@@ -28,6 +28,8 @@ from fleet.errors import CheckpointError
 FORMAT = "fleet-inference-model"
 FORMAT_VERSION = 1
 DESCRIPTION, TENSORS, PROGRAM, README = "inference.json", "model.safetensors", "model.pt2", "README.md"
+#: What errors call it.
+_WHAT = "a model to serve"
 
 
 @dataclass(frozen=True)
@@ -89,11 +91,12 @@ def ids_key(weight: str) -> str:
 def check_place(dirname: str) -> None:
     """Refuse to write over something else."""
     final = Path(dirname).resolve()
-    if final.is_dir():
-        names = set(os.listdir(final))
-        free = not names or (_is_ours(final) and names <= {DESCRIPTION, TENSORS, PROGRAM, README})
-    else:
-        free = not final.exists()
+    with writing(_WHAT, str(final)):
+        if final.is_dir():
+            names = set(os.listdir(final))
+            free = not names or (_is_ours(final) and names <= {DESCRIPTION, TENSORS, PROGRAM, README})
+        else:
+            free = not final.exists()
     if not free:
         raise CheckpointError(
             "will not write a model to serve over something else",
@@ -115,7 +118,7 @@ def write(dirname: str, model: InferenceModel, save_program: Callable[[Path], No
     """Make the directory appear as a whole; ``save_program`` writes the program to the path it is given."""
     check_place(dirname)
     final = Path(dirname).resolve()
-    with writing("a model to serve", str(final)):
+    with writing(_WHAT, str(final)):
         _write(final, model, save_program)
 
 
@@ -185,7 +188,11 @@ def read(dirname: str) -> InferenceModel:
     """Read what was written, checked to the last byte; the program is left for torch to read."""
     directory = Path(dirname)
     path = directory / DESCRIPTION
-    if not path.is_file():
+    try:
+        is_there = path.is_file()
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    if not is_there:
         raise CheckpointError(
             "there is no model to serve here",
             where=str(directory),
@@ -203,7 +210,7 @@ def read(dirname: str) -> InferenceModel:
             keys, file = set(raw["tensors"]), raw["files"][TENSORS]
             expected = (file["bytes"], file["crc32"])
     except (AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError) as error:
-        raise CheckpointError("the description of a model cannot be read", where=str(path), got=repr(error)) from None
+        raise _unreadable(path, error) from None
     if found != (FORMAT, FORMAT_VERSION):
         raise CheckpointError(
             "the model has another format",
@@ -212,6 +219,10 @@ def read(dirname: str) -> InferenceModel:
             got=f"{found[0]} {found[1]}",
         )
     return _loaded(directory / TENSORS, expected, keys, tables)
+
+
+def _unreadable(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError("the description of a model cannot be read", where=str(path), got=repr(error))
 
 
 def _loaded(path: Path, expected: tuple[int, int], keys: set[str], tables: dict[str, TableFacts]) -> InferenceModel:

@@ -127,23 +127,28 @@ class Directory:
         return Directory(self.path / name)
 
     def exists(self) -> bool:
-        return self.path.exists()
+        with self._asking():
+            return self.path.exists()
 
     def is_file(self) -> bool:
-        return self.path.is_file()
+        with self._asking():
+            return self.path.is_file()
 
     def names(self) -> list[str]:
-        return os.listdir(self.path) if self.path.is_dir() else []
+        with self._asking():
+            return os.listdir(self.path) if self.path.is_dir() else []
 
     def has(self, name: str) -> bool:
-        return (self.path / name).is_file()
+        with self._asking():
+            return (self.path / name).is_file()
 
     def size(self, name: str) -> int:
-        return (self.path / name).stat().st_size
+        with self._asking():
+            return (self.path / name).stat().st_size
 
     def sizes(self, folder: str) -> dict[str, int | None]:
         try:
-            with os.scandir(self.path / folder) as found:
+            with self._asking(), os.scandir(self.path / folder) as found:
                 return {each.name: each.stat().st_size for each in found if each.is_file()}
         except (FileNotFoundError, NotADirectoryError):
             return {}
@@ -151,12 +156,28 @@ class Directory:
     def read(self, name: str, most: int, *, once: bool = False) -> memoryview:
         if once and (found := read_past_cache(self.path / name, most)) is not None:
             return found
-        with (self.path / name).open("rb", buffering=0) as file:
+        with self._asking(), (self.path / name).open("rb", buffering=0) as file:
             # Not a bytearray: that would be filled with zeros first.
             data, at = np.empty(min(most, os.fstat(file.fileno()).st_size), np.uint8).data, 0
             while at < len(data) and (got := file.readinto(data[at:])):
                 at += got
         return data[:at]
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Surround every look at what is there. That something is not there is no error; that the system refuses to
+        tell is one."""
+        try:
+            yield
+        except (FileNotFoundError, NotADirectoryError):
+            raise
+        except OSError as error:
+            raise CheckpointError(
+                "the system does not let this process read here",
+                where=self.url,
+                got=str(error),
+                todo="Let it read this directory and all in it; look at the disk if that is not what is wrong.",
+            ) from error
 
     def create(self, name: str, pieces: Sequence[Buffer]) -> None:
         with (self.path / name).open("xb", buffering=0) as file:

@@ -19,6 +19,7 @@ from fleet.checkpoint.inspection import WEIGHT, Problem, Rows, buffers, paramete
 from fleet.checkpoint.manifest import FORMAT, FORMAT_VERSION, MANIFEST, Checkpoint, is_checkpoint
 from fleet.checkpoint.places import Directory, Place, place_at
 from fleet.checkpoint.plain_files import export
+from fleet.checkpoint.series import name_of, steps_in
 from fleet.errors import CheckpointError, ConfigurationError
 from fleet.plan.specs import INITIALIZERS
 
@@ -90,12 +91,21 @@ def _list(options: argparse.Namespace) -> int:
             print()
         place = place_at(dirname)
         inside = [] if place.has(MANIFEST) else sorted(place.names())
-        inside = [name for name in inside if is_checkpoint(place.within(name))]
+        steps = [name_of(step) for step in steps_in(place)] if inside else []
+        inside = [name for name in inside if _is_to_be_listed(place.within(name), name in steps)]
         if inside:
             failed = not _list_several([place.within(name) for name in inside], options.json) or failed
         else:
             _list_one(Checkpoint.open(dirname), options.json)
     return 2 if failed else 0
+
+
+def _is_to_be_listed(place: Place, is_called_so: bool) -> bool:
+    """Say whether there is a checkpoint, or what is called as one and cannot be read."""
+    try:
+        return is_checkpoint(place)
+    except CheckpointError:
+        return is_called_so
 
 
 def _list_several(places: Sequence[Place], as_json: bool) -> bool:

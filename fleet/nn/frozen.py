@@ -177,9 +177,7 @@ def freeze(
 def _lying_as(given: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Return values in the order in memory that a tensor has: what is computed of them depends on it, in the last
     bits."""
-    if (
-        values.shape != given.shape or values.stride() == given.stride()
-    ):
+    if values.shape != given.shape or values.stride() == given.stride():
         return values  # as they are: of a table its rows alone are here
     return torch.empty_like(given, device="cpu").copy_(values)
 
