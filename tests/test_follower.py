@@ -269,6 +269,37 @@ def test_a_backward_of_a_pinned_version_and_a_state_dict_are_of_one_version(foll
 # ---------------------------------------------------------------------------------------------- rows
 
 
+def test_pinned_contexts_of_one_thread_may_overlap(following: Any) -> None:
+    """As those of the tasks of a loop that wait in one, in whatever order they end."""
+    model, source, follower = following()
+    first, second = follower.pinned(), follower.pinned()
+    first.__enter__()
+    second.__enter__()
+    source.give(2)
+    until(source.coming.empty)
+    first.__exit__(None, None, None)
+    with torch.no_grad():
+        for _ in range(20):
+            assert is_of(model, 1), "the second one is not over"
+            assert follower._holder._readers._inside
+            assert follower.version == 1
+    second.__exit__(None, None, None)
+    follower.wait(2, PATIENCE_S)
+    assert is_of(model, 2)
+
+
+def test_a_pinned_context_may_be_ended_by_another_thread(following: Any) -> None:
+    _, source, follower = following()
+    pinned = follower.pinned()
+    pinned.__enter__()
+    thread = threading.Thread(target=pinned.__exit__, args=(None, None, None))
+    thread.start()
+    thread.join()
+    assert follower._holder._readers._inside == {}
+    source.give(2)
+    follower.wait(2, PATIENCE_S)
+
+
 def test_rows_that_are_gone_and_ids_without_a_row_read_the_mean(following: Any) -> None:
     model, source, follower = following()
     gone = {"open.weight": rows_of([], 0, (3, 5)), "plain.weight": rows_of([7], 8, (2,))}
@@ -675,13 +706,15 @@ def test_a_model_that_was_closed_serves_on_and_can_follow_anew(following: Any) -
     assert is_of(model, 2)
 
 
-def test_a_child_is_told(following: Any) -> None:
+def test_a_child_is_told(following: Any, caplog: pytest.LogCaptureFixture) -> None:
     model, source, follower = following()
     child = os.fork()
     if child == 0:
         status = 1
         try:
-            assert is_of(model, 1)
+            for _ in range(2):
+                assert is_of(model, 1)
+                assert caplog.text.count("in a fork of the process that follows its source: it stays at") == 1
             try:
                 follower.wait(2, 1)
             except StateError as error:
@@ -692,6 +725,8 @@ def test_a_child_is_told(following: Any) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     source.give(2)
     follower.wait(2, PATIENCE_S)
+    assert is_of(model, 2)
+    assert "fork" not in caplog.text
 
 
 # ---------------------------------------------------------------------------------------------- what does not fit

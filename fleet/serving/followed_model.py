@@ -72,6 +72,7 @@ class FollowedModel:
         self.is_final = False
         #: whether the last change was left in the middle, by an error
         self._is_torn = False
+        self._is_told_of_fork = False
         self._hooks: list[Any] = []
         self._description = SourceDescription({}, {})
         self._tables: Mapping[str, TableDescription] = {}
@@ -223,6 +224,12 @@ class FollowedModel:
     def enter(self, module: object) -> None:
         """Let a forward begin, if there is a version to read."""
         self._readers.enter(module)
+        if self._readers.is_fork and not (self.is_final or self._is_told_of_fork):
+            self._is_told_of_fork = True
+            told = (
+                "%s is used in a fork of the process that follows its source: it stays at the version that it had then"
+            )
+            _log.warning(f"{told}. Call fleet.serving.follow() in each process", type(self._model).__name__)
         if self._is_torn:
             self._readers.leave(module)
             self._refuse_torn()

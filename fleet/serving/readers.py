@@ -40,6 +40,8 @@ class Readers:
         #: by thread, the call that reads; None if it says by itself when it ends
         self._inside: dict[int, FrameType | None] = {}
         self._is_shut = self._is_changing = self._is_closed = False
+        #: whether this process is a fork of the one in which the model is kept fresh
+        self.is_fork = False
         self._own = threading.local()
         _live.add(self)
 
@@ -63,23 +65,30 @@ class Readers:
         while modules.pop() != id(module):
             pass
         if not modules:
-            self._end()
+            self._own.call = None
+            self._end(threading.get_ident())
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Read in this thread until the end of the context."""
-        modules: list[int] = self._own.__dict__.setdefault("modules", [])
-        if modules and not self._has_left():
-            yield
+        """Read in this thread until the end of the context. Those of one thread may overlap, as the tasks of a loop do
+        that wait in one: it reads until all have ended."""
+        mine, own = threading.get_ident(), self._own.__dict__  # it may be ended by another thread
+        modules: list[int] = own.setdefault("modules", [])
+        if modules and own["call"] is not None and not self._has_left():
+            yield  # the forward that runs lasts longer
             return
-        modules.clear()
-        self._begin(None)
-        modules.append(id(self))
+        contexts = own["contexts"] = own.get("contexts", 0) + 1
         try:
+            if contexts == 1:
+                modules.clear()
+                self._begin(None)
+                modules.append(id(self))
             yield
         finally:
-            modules.clear()
-            self._end()
+            own["contexts"] -= 1
+            if not own["contexts"]:
+                modules.clear()
+                self._end(mine)
 
     @property
     def is_inside(self) -> bool:
@@ -95,10 +104,9 @@ class Readers:
                 self._condition.wait()
             self._inside[mine] = self._own.call = call
 
-    def _end(self) -> None:
-        self._own.call = None
+    def _end(self, thread: int) -> None:
         with self._condition:
-            self._inside.pop(threading.get_ident(), None)
+            self._inside.pop(thread, None)
             if not self._inside:
                 self._condition.notify_all()
 
@@ -161,7 +169,7 @@ class Readers:
         self._condition = threading.Condition()
         self._inside.clear()
         self._is_shut = self._is_changing = False
-        self._is_closed = True
+        self.is_fork, self._is_closed = True, True
 
 
 def _frame_of_call() -> FrameType | None:
