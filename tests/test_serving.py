@@ -899,6 +899,45 @@ def test_loading_needs_no_job_and_reads_no_program(tmp_path: Path) -> None:
     assert_same(loaded, dict(small().values))
 
 
+@pytest.mark.parametrize("when", ["before it is described", "before its bytes are checked", "before they are loaded"])
+@pytest.mark.parametrize("how", ["replaced", "away for a moment"])
+def test_a_model_that_is_replaced_while_it_is_read_is_read_anew(
+    when: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "serve"
+
+    def write(value: float) -> None:
+        inference.write(str(place), inference.InferenceModel({"w": torch.full((3,), value)}, {}), None)
+
+    def replace() -> None:
+        if how == "replaced":
+            write(2.0)
+        else:
+            place.rename(tmp_path / "aside")
+            monkeypatch.setattr(inference.SystemClock, "sleep", lambda clock, seconds: write(2.0))
+
+    def meddled(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def calling(*arguments: Any, **options: Any) -> Any:
+            if name == when and pending:
+                pending.pop()
+                replace()
+            return call(*arguments, **options)
+
+        return calling
+
+    pending: list[None] = []
+    for name, owner, of in (
+        ("before it is described", inference, "_read"),
+        ("before its bytes are checked", inference, "_loaded"),
+        ("before they are loaded", inference.safetensors.torch, "load_file"),
+    ):
+        monkeypatch.setattr(owner, of, meddled(name, getattr(owner, of)))
+    write(1.0)
+    pending.append(None)
+    assert fleet.load_inference_model(str(place))["w"].tolist() == [2.0] * 3
+    assert not pending
+
+
 def test_altered_files_are_told_of(tmp_path: Path) -> None:
     """Whichever byte it is."""
     inference.write(str(tmp_path / "model"), small(), None)

@@ -20,6 +20,7 @@ import safetensors.torch
 import torch
 
 from fleet.base.checksum import crc32
+from fleet.base.clock import SystemClock
 from fleet.checkpoint.files import measure, remove, sync_directory, sync_file, write_file
 from fleet.checkpoint.places import writing
 from fleet.checkpoint.readme import readme
@@ -28,6 +29,8 @@ from fleet.errors import CheckpointError
 FORMAT = "fleet-inference-model"
 FORMAT_VERSION = 1
 DESCRIPTION, TENSORS, PROGRAM, README = "inference.json", "model.safetensors", "model.pt2", "README.md"
+#: One that is replaced while it is read is read so often again, and comes back after so long.
+_MORE_TIMES, _MOMENT_S = 10, 0.05
 #: What errors call it.
 _WHAT = "a model to serve"
 
@@ -185,8 +188,36 @@ def _crc32(content: dict[str, Any]) -> int:
 
 
 def read(dirname: str) -> InferenceModel:
-    """Read what was written, checked to the last byte; the program is left for torch to read."""
+    """Read what was written, checked to the last byte; the program is left for torch to read. A model that is replaced
+    meanwhile is read anew: half of it would look damaged."""
     directory = Path(dirname)
+    for _ in range(_MORE_TIMES):
+        before = _identity(directory)
+        try:
+            model = _read(directory)
+        except CheckpointError:
+            now = _identity(directory)
+            if now is None:  # for the moment between two renames
+                SystemClock().sleep(_MOMENT_S)
+                now = _identity(directory)
+            if now in (None, before):
+                raise
+        else:
+            if _identity(directory) == before:
+                return model
+    return _read(directory)
+
+
+def _identity(directory: Path) -> tuple[int, int, int] | None:
+    """Return what tells a directory from another one in its place; None if there is none."""
+    try:
+        found = directory.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_mtime_ns
+
+
+def _read(directory: Path) -> InferenceModel:
     path = directory / DESCRIPTION
     try:
         is_there = path.is_file()
@@ -242,7 +273,7 @@ def _loaded(path: Path, expected: tuple[int, int], keys: set[str], tables: dict[
         if model.values.keys() != keys:
             raise ValueError(f"the file has {sorted(model.values)}")
         model.check()
-    except (KeyError, TypeError, ValueError, safetensors.SafetensorError) as error:
+    except (KeyError, OSError, TypeError, ValueError, safetensors.SafetensorError) as error:
         raise CheckpointError(
             "the model's tensors are not those it describes", where=str(path), got=repr(error)
         ) from None

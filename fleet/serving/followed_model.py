@@ -226,10 +226,11 @@ class FollowedModel:
         self._readers.enter(module)
         if self._readers.is_fork and not (self.is_final or self._is_told_of_fork):
             self._is_told_of_fork = True
-            told = (
-                "%s is used in a fork of the process that follows its source: it stays at the version that it had then"
+            _log.warning(
+                "%s is used in a fork of the process that follows its source: it stays at the version of then. Call "
+                "fleet.serving.follow() in each process",
+                type(self._model).__name__,
             )
-            _log.warning(f"{told}. Call fleet.serving.follow() in each process", type(self._model).__name__)
         if self._is_torn:
             self._readers.leave(module)
             self._refuse_torn()
