@@ -402,7 +402,7 @@ def test_a_job_that_stops_finishes_what_is_being_written(
 
     def body(job: Fleet, worker: int) -> None:
         model, optimizer = join(job, strategy)
-        checkpoints = Checkpoints(tmp_path, every_steps=2, fleet=job)
+        checkpoints = Checkpoints(tmp_path, every_steps=2, fleet=job, state={"worker": worker})
         with contextlib.suppress(StopIteration), contextlib.ExitStack() as stack:
             if ends != "open":
                 stack.enter_context(checkpoints)

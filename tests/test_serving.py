@@ -767,6 +767,12 @@ def test_what_cannot_be_gathered_is_refused(tmp_path: Path) -> None:
         assert fleet_.state_dict(Strange())["_extra_state"] == {"version": 3}
         with pytest.raises(UnsupportedError, match="'_extra_state' of the model's state cannot be saved"):
             fleet_.save_inference_model(place, Strange())
+        unreadable = torch.nn.Module()
+        unreadable.register_buffer("__metadata__", torch.zeros(1))
+        with pytest.raises(
+            UnsupportedError, match=r"'__metadata__' of .* cannot be saved.*another name"
+        ):
+            fleet_.save_inference_model(place, unreadable)
         assert os.listdir(tmp_path) == []
 
     alone(body)

@@ -18,6 +18,9 @@ from fleet.nn.exported_program import check_examples, export_program, save_progr
 from fleet.nn.frozen import FrozenTable, freeze
 from fleet.nn.handle import TableHandle, handle_of
 
+#: Under this name a file of tensors says what belongs to none of them.
+_NOT_A_NAME = "__metadata__"
+
 
 def check_model(model: object) -> torch.nn.Module:
     if not isinstance(model, torch.nn.Module):
@@ -75,6 +78,10 @@ def state_to_save(model: torch.nn.Module, tables: Collection[int], example_input
         check_examples(example_inputs)
     state = state_in_job(model, tables)
     for key, value in state.items():
+        if key == _NOT_A_NAME:  # safetensors writes it, and cannot read it
+            raise UnsupportedError(
+                f"{key!r} of the model's state cannot be saved for serving", expected="another name", todo="Rename it."
+            )
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
             raise UnsupportedError(
                 f"{key!r} of the model's state cannot be saved for serving",
