@@ -500,6 +500,29 @@ def test_what_a_kept_delta_goes_on_from_stays(tmp_path: Path) -> None:
     assert (tmp_path / "step-00000001" / "notes.txt").exists(), "somebody else's"
 
 
+def test_what_an_interrupted_removal_left_goes_with_the_next(tmp_path: Path) -> None:
+    """And nothing that is somebody else's, or later."""
+    places = [
+        "step-00000001/fleet-pieces-0123abcd",
+        "step-00000002/fleet-pieces-0123abcd",
+        "step-00000009/fleet-pieces-0",
+    ]
+    for name in [*places, "step-00000002/notes"]:
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "server-0-00000.safetensors").write_bytes(b"half")
+
+    def body(job: Fleet, worker: int) -> None:
+        model, optimizer = join(job)
+        checkpoints = Checkpoints(tmp_path, every_steps=2, keep_last=1, background=False, fleet=job)
+        for step in range(6):
+            train(model, optimizer, [step])
+            if step > 1:
+                checkpoints.after_step()
+
+    run_job(body)
+    assert names(tmp_path) == ["step-00000002", "step-00000006", "step-00000009"]
+
+
 def test_later_ones_of_an_earlier_run_are_let_be(tmp_path: Path) -> None:
     """They are no reason to remove what this run has just saved."""
 

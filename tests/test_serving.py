@@ -769,9 +769,7 @@ def test_what_cannot_be_gathered_is_refused(tmp_path: Path) -> None:
             fleet_.save_inference_model(place, Strange())
         unreadable = torch.nn.Module()
         unreadable.register_buffer("__metadata__", torch.zeros(1))
-        with pytest.raises(
-            UnsupportedError, match=r"'__metadata__' of .* cannot be saved.*another name"
-        ):
+        with pytest.raises(UnsupportedError, match=r"'__metadata__' of .* cannot be saved.*another name"):
             fleet_.save_inference_model(place, unreadable)
         assert os.listdir(tmp_path) == []
 

@@ -10,6 +10,7 @@ from itertools import islice
 from fleet.checkpoint.manifest import MANIFEST, Checkpoint, is_checkpoint
 from fleet.checkpoint.places import Directory, Place, place_at
 from fleet.checkpoint.resume_choice import MOST_TOLD, Mark
+from fleet.checkpoint.writer import is_debris
 from fleet.errors import CheckpointError
 
 _log = logging.getLogger("fleet.checkpoint")
@@ -104,7 +105,8 @@ def latest(root: Place) -> Checkpoint | None:
 
 def remove_old(root: Place, keep: int, newest: int) -> None:
     """Keep so many checkpoints, up to the step ``newest``, and what they go on from. Later steps are left alone: an
-    earlier run may have left them, and they are not of this series."""
+    earlier run may have left them, and they are not of this series. What is left of a removal that was interrupted goes
+    as well."""
     steps = [step for step in steps_in(root) if step <= newest]
     places = {step: place for step in steps if is_checkpoint(place := root.within(name_of(step)))}
     kept = sorted(places)[-keep:]
@@ -115,3 +117,6 @@ def remove_old(root: Place, keep: int, newest: int) -> None:
         if places[step].url not in needed:
             places[step].remove(MANIFEST)
             root.remove(name_of(step))
+    for name in map(name_of, steps):
+        if is_debris(root.within(name)):
+            root.remove(name)

@@ -228,6 +228,12 @@ class CheckpointWriter:
         return present == self.id
 
 
+def is_debris(place: Place) -> bool:
+    """Say whether there is nothing here but what a removal that was interrupted, or a writer that was killed, left."""
+    names = place.names()
+    return bool(names) and all(_OURS.fullmatch(name) and is_abandoned(place.within(name)) for name in names)
+
+
 def can_go_on_from(saved: Saved) -> bool:
     """Say whether a checkpoint, and all that it goes on from itself, is still where it was saved."""
     try:
