@@ -20,6 +20,7 @@ from simulation.scenario import (
     ELASTIC,
     KILL,
     LOST,
+    MODES,
     PAUSE,
     POWER,
     ROWS,
@@ -391,6 +392,40 @@ def test_workers_join_and_leave(mode: str, tmp_path: Path) -> None:
     assert not broken(outcome)
     assert outcome.told.ends.keys() == {0, 1}
     assert outcome.told.done == {(worker, step) for worker in range(4) for step in range(6)}
+
+
+@pytest.mark.pairs(2)
+@pytest.mark.parametrize("mode", MODES)
+def test_workers_look_ahead_meet_and_keep_what_is_theirs(mode: str, tmp_path: Path) -> None:
+    setting = Setting(
+        mode, 2, 2, 7, "Adagrad", ahead=2, meets_every=3, keeps=True, beside="group", loads_at=4, loads_from=1
+    )
+    outcome = run(Scenario(1, setting), tmp_path / "job")
+    assert not broken(outcome)
+    kept = outcome.told.kept
+    assert {(worker, step) for worker, step, _ in kept.met} == {(worker, step) for worker in (0, 1) for step in (3, 6)}
+    assert [worker for worker, _ in kept.models] == ([0, 1] if mode == "sync" else [])
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", pytest.param("Adam", marks=pytest.mark.slow)])
+def test_workers_go_back_and_go_on(optimizer: str, tmp_path: Path) -> None:
+    """To what they have saved, and as another job from its checkpoints; one that starts again has what it kept."""
+    setting = Setting(
+        *("sync", 2, 2, 8, optimizer),
+        checkpoint_every=2,
+        keeps=True,
+        beside="optimizer",
+        goes_on=True,
+        goes_back_at=5,
+        goes_back_to=2,
+    )
+    outcome = run(Scenario(1, setting, (Fault(90, KILL, "worker1", 0.1),)), tmp_path / "job")  # as it saves for all
+    assert not broken(outcome)
+    kept, again = outcome.told.kept, outcome.again
+    assert kept.saved == kept.went_back == {0, 1}
+    assert (1, 2, 2) in kept.states
+    assert again is not None
+    assert sorted(again.told.kept.states) == [(0, 4, 4), (1, 4, 4)]
 
 
 def test_rows_go_to_files_and_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

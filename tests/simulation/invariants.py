@@ -62,7 +62,17 @@ def broken(outcome: Outcome) -> list[str]:
         *_ends_well(outcome),
         *_checkpoints(outcome),
         *_followed(outcome),
+        *_acts(outcome),
+        *_going_on(outcome.again),
     ]
+
+
+def _going_on(again: Outcome | None) -> Iterator[str]:
+    """A job goes on from a checkpoint as if it had not ended. Where steps are not common to all, it is of none."""
+    if again is not None:
+        in_step = again.scenario.setting.mode in _IN_STEP
+        for each in broken(again) if in_step else (*_always(again), *_ends_well(again), *_acts(again)):
+            yield f"going on: {each}"
 
 
 def _always(outcome: Outcome) -> Iterator[str]:
@@ -81,6 +91,8 @@ def _always(outcome: Outcome) -> Iterator[str]:
     # With a bound, what has come of a step may be lost with all who have averaged it, and servers have their pushes.
     once_more = 1 if setting.mode == "ssp" and outcome.scenario.leaves_who_is_killed else 0
     for worker, begin, done in outcome.told.begins:
+        if setting.goes_back_at:
+            continue
         if begin < done - once_more and setting.mode in _WAITS and not outcome.scenario.may_fail:
             yield f"worker {worker} began at step {begin} although it had heard that {done} were done"
     over_s = max((at + fault.for_s + _FOUND_AFTER_S.get(fault.kind, 0.0) for at, fault in outcome.struck), default=0.0)
@@ -157,7 +169,8 @@ def _every_step_once(outcome: Outcome, end: dict[str, torch.Tensor]) -> Iterator
     for what, values, before in zip(("the parameter", "the rows"), noted(end, setting), usual, strict=True):
         once = before[before != 0][:1]
         here = values[: setting.all_workers, : setting.steps]
-        may_lack = setting.mode in _DROPS or outcome.scenario.may_fail
+        may_lack = torch.full_like(here, setting.mode in _DROPS or outcome.scenario.may_fail, dtype=torch.bool)
+        may_lack[:, setting.taken_back if what == "the parameter" else []] = True
         is_wrong = ~torch.isclose(here, once, rtol=1e-4) & ~((here == 0) & may_lack)
         for worker, step in is_wrong.nonzero().tolist():
             yield f"step {step} of worker {worker} has {here[worker, step]:.4f} in {what}, and not {once[0]:.4f}"
@@ -179,6 +192,7 @@ def _every_round_once(outcome: Outcome, steps: torch.Tensor) -> Iterator[str]:
 def _lost_rounds(outcome: Outcome, steps: torch.Tensor) -> list[int]:
     """Return the steps that no worker has any trace of, in a parameter, if there may be so many."""
     lost: list[int] = (steps == 0).all(0).nonzero().flatten().tolist()
+    lost = [step for step in lost if step not in outcome.scenario.setting.taken_back]
     return lost if len(lost) <= outcome.kills["worker"] else []
 
 
@@ -220,11 +234,17 @@ def _checkpoints(outcome: Outcome) -> Iterator[str]:
     if outcome.scenario.setting.mode in _IN_STEP and not outcome.scenario.may_fail:
         for step, steps, rows in outcome.told.saved:
             rounds = _lost_rounds(outcome, steps[:, :step]) if outcome.scenario.leaves_who_is_killed else []
-            lost = itertools.product(range(len(steps)), rounds)
+            taken_back = _taken_back(outcome)
+            lost = taken_back | set(itertools.product(range(len(steps)), rounds))
             parts = (("the parameter", steps, lost), ("the rows", rows, _lost_rows(outcome)))
             for what, values, lacks in parts:
                 if not _is_cut_at(step, values, lacks):
                     yield f"the checkpoint of step {step} has in {what} {values.tolist()}"
+
+
+def _taken_back(outcome: Outcome) -> set[tuple[int, int]]:
+    setting = outcome.scenario.setting
+    return set(itertools.product(range(setting.workers), setting.taken_back))
 
 
 def _lost_rows(outcome: Outcome) -> set[tuple[int, int]]:
@@ -246,10 +266,35 @@ def _followed(outcome: Outcome) -> Iterator[str]:
             if version < last and not outcome.scenario.may_fail:
                 yield f"the version of a model that follows went back from {last} to {version}"
             last = version
-            if setting.mode in ("sync", "gba", "auto") and not torch.equal(steps != 0, rows != 0):
+            stay = [step for step in range(setting.steps) if step not in setting.taken_back]
+            is_torn = not torch.equal(steps[:, stay] != 0, rows[:, stay] != 0)
+            if setting.mode in ("sync", "gba", "auto") and is_torn:
                 yield f"version {version} of a model that follows has {steps.tolist()} and rows {rows.tolist()}"
-            if setting.mode == "sync" and not _is_cut_at(version, steps):
+            again = setting.goes_back_at - setting.goes_back_to  # versions count on where steps are taken again
+            at = [version, version - again] if version >= setting.goes_back_at else [version]
+            if setting.mode == "sync" and not any(_is_cut_at(each, steps, _taken_back(outcome)) for each in at):
                 yield f"version {version} of a model that follows has {steps.tolist()}"
+
+
+def _acts(outcome: Outcome) -> Iterator[str]:
+    """What a script has kept belongs to where it begins, and what it has from all others is of the same step."""
+    setting, kept = outcome.scenario.setting, outcome.told.kept
+    yield from kept.wrong
+    if outcome.scenario.may_fail:
+        return
+    # A checkpoint lacks what a worker has kept that was killed before it could give it.
+    may_lack = setting.goes_back_at > 0 or setting.goes_on
+    for worker, step, of in kept.states:
+        if of != step and (of is not None or (step > 0 and not may_lack)):
+            yield f"worker {worker} began at step {step} with what it had kept after {of} steps"
+    workers = setting.workers
+    for worker, step, together in kept.met:
+        if together != [workers * (workers + 1) // 2, workers * step]:
+            yield f"worker {worker} met the others before step {step}, and they had {together}"
+    for worker, model in kept.models:
+        for name, value in model.items():
+            if not torch.equal(value, kept.models[0][1][name]):
+                yield f"workers {kept.models[0][0]} and {worker} have read other values of {name}"
 
 
 def _plain(setting: Setting) -> Setting:
@@ -260,7 +305,8 @@ def _plain(setting: Setting) -> Setting:
     plain = Setting(setting.mode, setting.workers, 1, steps, setting.optimizer, dense=setting.dense)
     if setting.mode not in _IN_STEP:
         return plain
-    return replace(plain, life=setting.life, clip=setting.clip, grows_at=setting.grows_at, edits_at=setting.edits_at)
+    same = ("life", "clip", "grows_at", "edits_at", "beside", "loads_at", "loads_from")
+    return replace(plain, **{name: getattr(setting, name) for name in same})
 
 
 @cache

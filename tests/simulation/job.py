@@ -8,7 +8,7 @@ import random
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from fleet.serving.server_source import ServerSource
 from fleet.strategy.parameter_server import Strategy, StrategyFactory
 
 from . import scenario as kinds
+from .acts import Acts, Kept
 from .disk import Disk, tiny_journals, tiny_tiers, turn_a_bit
 from .groups import Groups
 from .network import Message, Wires
@@ -113,13 +114,18 @@ class Model(torch.nn.Module):
             self.shared.weight[2:5] = 0.5
 
     def loss(self, worker: int, step: int) -> torch.Tensor:
-        noted = self.steps[worker, step] + self.rows(torch.tensor([place(worker, step)])).sum()
-        ids = torch.tensor([step % 7, 10 + (worker * 3 + step) % 30])
+        own, ids = self.looked_up(worker, step).values()
+        noted = self.steps[worker, step] + self.rows(own).sum()
         weights = {"weights": torch.tensor([0.5, 1.0])} if self._has_weights else {}
         computed = self.head(self.shared(ids, **weights))
         if self._has_grown:
             computed = computed + self.late_head(self.late_rows(ids))
         return noted + (computed.tanh() - 0.5).square().mean()
+
+    def looked_up(self, worker: int, step: int) -> dict[torch.nn.Module, torch.Tensor]:
+        """Return the ids that a step asks for of the tables that were there from the beginning."""
+        ids = torch.tensor([step % 7, 10 + (worker * 3 + step) % 30])
+        return {self.rows: torch.tensor([place(worker, step)]), self.shared: ids}
 
 
 def place(worker: int, step: int) -> int:
@@ -160,6 +166,7 @@ class Told:
     saved: list[tuple[int, torch.Tensor, torch.Tensor]] = field(default_factory=list)
     #: what is wrong with checkpoints that are there
     damaged: list[str] = field(default_factory=list)
+    kept: Kept = field(default_factory=Kept)
 
     def slowest(self, workers: int) -> int:
         """Return how many steps the slowest worker has begun."""
@@ -181,6 +188,8 @@ class Outcome:
     kills: Counter[str]
     lasted_s: float
     turns: int
+    #: what has come of a job that went on from its checkpoints when this one was over
+    again: Outcome | None = None
 
     @property
     def digest(self) -> str:
@@ -249,23 +258,25 @@ class _Life:
 
 
 class Simulation:
-    def __init__(self, scenario: Scenario, folder: Path) -> None:
+    def __init__(self, scenario: Scenario, folder: Path, before: Simulation | None = None) -> None:
+        """A job goes on from the checkpoints of the one ``before`` it."""
         self.scenario = scenario
         self.setting = setting = scenario.setting
         self.folder = folder
+        self._goes_on = before is not None
         self.scheduler = Scheduler(scenario.seed, preemption=scenario.preemption)
         self.watcher = self.scheduler.current
         self.wires = Wires(self.scheduler, scenario.seed)
         self.wires.on_moment = self._moment
         self.groups = self.scheduler.groups = Groups(self.scheduler, self.wires)
-        self.told = Told()
+        self.told = Told() if before is None else Told(kept=Kept(models=before.told.kept.models))
         self.kills: Counter[str] = Counter()
         self.struck: list[tuple[float, Fault]] = []
         self._moments = 0
         self._draw = random.Random(f"damage {scenario.seed}")
         #: whether a worker has no step left, and whether all are saying goodbye
         self._is_near_its_end = self._is_ending = False
-        self._storage = str(folder / "storage")
+        self._storage = str(folder / "storage") if before is None else before._storage
         self._faults = {fault.moment: fault for fault in reversed(scenario.faults)}
         acts = {"server": self._serve, "worker": self._work, "follower": self._follow}
         self.lives = {name: _Life(self, name, acts[name.rstrip("0123456789")]) for name in setting.names}
@@ -273,7 +284,7 @@ class Simulation:
         self._joining = [self.lives[f"worker{setting.workers + index}"] for index in range(setting.joins)]
         self._endpoints = _endpoints(setting.servers)
         self._environ = {
-            "FLEET_JOB_ID": "simulated",
+            "FLEET_JOB_ID": "simulated again" if self._goes_on else "simulated",
             "FLAGS_rpc_deadline": f"{kinds.DEADLINE_S * 1000:.0f}",
             "FLEET_HEARTBEAT_S": f"{kinds.HEARTBEAT_S}",
             # A server to which the job may move waits for that.
@@ -308,6 +319,8 @@ class Simulation:
 
     def _serve(self, life: _Life) -> None:
         here = self._fleet(life, Role.SERVER)
+        if self._goes_on:
+            here.resume_from(self._storage)
         here.init_server()
         try:
             here.run_server()
@@ -325,37 +338,44 @@ class Simulation:
         try:
             torch.manual_seed(1)
             model = Model(setting)
-            kind = getattr(torch.optim, setting.optimizer)
+            went_on_at = here.resume_from(self._storage) if self._goes_on else 0
+            has_grown = 0 < setting.grows_at < went_on_at
+            if has_grown:
+                model.grow()
             options: dict[str, Any] = {"elastic": True} if setting.joins else {}
             if setting.dense != "servers":
                 options["dense"] = setting.dense
             if setting.clip:
                 options["max_grad_norm"] = setting.clip
             strategy = STRATEGIES[setting.mode](**options)
-            optimizer = here.distributed_optimizer(kind(model.parameters(), lr=0.5), strategy, model=model)
+            optimizer = here.distributed_optimizer(_optimizers(setting, model), strategy, model=model)
             here.init_worker()
+            acts = Acts(here, setting, told.kept, model, optimizer, self.folder)
             begin = setting.steps  # of one that was killed in its goodbye
             if worker not in told.through:
-                begin = here.resume_step()
-                told.begins.append((worker, begin, sum(each == worker for each, _ in told.done)))
-            saving = self._checkpoints(here)
-            if 0 < setting.grows_at < begin:  # it was killed later than that
+                begin, heard = here.resume_step(), sum(each == worker for each, _ in told.done)
+                told.begins.append((worker, begin, heard))
+                told.begun |= {(worker, step) for step in range(went_on_at)}
+                acts.begin(begin, heard)
+            saving = self._checkpoints(here, acts.state)
+            if 0 < setting.grows_at < begin and not has_grown:  # it was killed later than that
                 optimizer.add_param_group({"params": model.grow()})
-            for step in range(begin, setting.steps):
-                if step == setting.grows_at > 0:
-                    optimizer.add_param_group({"params": model.grow()})
-                if step == setting.edits_at > 0:
-                    model.edit()
-                if setting.life and step and step % _SHRINKS_EVERY == 0:
-                    here.shrink()
-                if worker == 0 and step == setting.moves_at > 0:
-                    self._move(here)
-                told.begun.add((worker, step))
-                optimizer.minimize(model.loss(worker, step))
-                told.done.add((worker, step))
-                told.went_on.append((worker, step + 1, told.slowest(setting.workers)))
-                _save(saving, "after_step")
-                self.scheduler.block(self.wires.draw.uniform(*_THINKS_S))
+            with contextlib.closing(acts.steps(begin)) as steps:
+                for step in steps:
+                    if step == setting.grows_at > 0:
+                        optimizer.add_param_group({"params": model.grow()})
+                    if step == setting.edits_at > 0:
+                        model.edit()
+                    if setting.life and step and step % _SHRINKS_EVERY == 0:
+                        here.shrink()
+                    if worker == 0 and step == setting.moves_at > 0:
+                        self._move(here)
+                    told.begun.add((worker, step))
+                    optimizer.minimize(model.loss(worker, step))
+                    told.done.add((worker, step))
+                    told.went_on.append((worker, step + 1, told.slowest(setting.workers)))
+                    _save(saving, "after_step")
+                    self.scheduler.block(self.wires.draw.uniform(*_THINKS_S))
             _save(saving, "close")
             if worker >= setting.workers:
                 told.through.add(worker)
@@ -401,10 +421,17 @@ class Simulation:
         while self.setting.mode == "auto" and len(self.told.through) < self.setting.workers:
             self.scheduler.block(0.01)
 
-    def _checkpoints(self, here: Fleet) -> Checkpoints | None:
-        if not self.setting.checkpoint_every:
+    def _checkpoints(self, here: Fleet, state: dict[str, Any] | None) -> Checkpoints | None:
+        every_steps = self.setting.checkpoint_every
+        if not every_steps:
             return None
-        return Checkpoints(self._storage, every_steps=self.setting.checkpoint_every, full_every=2, fleet=here)
+        return Checkpoints(self._storage, every_steps=every_steps, full_every=2, state=state, fleet=here)
+
+    def forget_later_half(self) -> None:
+        """Remove the later checkpoints, so that a job that goes on from the others has steps to take."""
+        for checkpoint in complete(place_at(self._storage)):
+            if checkpoint.manifest.version > self.setting.steps // 2:
+                shutil.rmtree(checkpoint.where)
 
     def _follow(self, life: _Life) -> None:
         """Look at what a model has that is served, again and again, until the job is over."""
@@ -536,6 +563,18 @@ class Simulation:
             self.told.saved.append((checkpoint.manifest.version, *noted(state, self.setting)))
 
 
+def _optimizers(setting: Setting, model: Model) -> Any:
+    """Return one for all parameters, or what a setting has beside that of the parameters that note steps."""
+    kind = getattr(torch.optim, setting.optimizer)
+    if not setting.beside:
+        return kind(model.parameters(), lr=0.5)
+    noting = [model.steps, *model.rows.parameters()]
+    others = [param for param in model.parameters() if not any(param is each for each in noting)]
+    if setting.beside == "group":
+        return kind([{"params": noting}, {"params": others, "lr": 0.1, "weight_decay": 0.01}], lr=0.5)
+    return [kind(noting, lr=0.5), torch.optim.Adagrad(others, lr=0.1)]
+
+
 def _endpoints(servers: int) -> list[str]:
     return [f"server{index}:1" for index in range(servers)]
 
@@ -562,6 +601,12 @@ def _save(checkpoints: Checkpoints | None, call: str) -> None:
 def run(scenario: Scenario, folder: Path) -> Outcome:
     """Run a scenario, with a folder that is there for it alone and is gone afterwards."""
     try:
-        return Simulation(scenario, folder).run()
+        job = Simulation(scenario, folder)
+        outcome = job.run()
+        if scenario.setting.goes_on and not outcome.hang:
+            job.forget_later_half()
+            again = replace(scenario, setting=replace(scenario.setting, goes_back_at=0), faults=())
+            outcome.again = Simulation(again, folder / "again", job).run()
+        return outcome
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -95,10 +95,31 @@ class Setting:
     grows_at: int = 0
     #: before which step the script of every worker writes into parameters and rows; never if 0
     edits_at: int = 0
+    #: for how many steps ahead workers look rows up; for none if 0
+    ahead: int = 0
+    #: before every which step all workers meet; never if 0
+    meets_every: int = 0
+    #: a script keeps what belongs to its steps, with each of them and in checkpoints
+    keeps: bool = False
+    #: what parameters that note no steps have: a "group" of options, an "optimizer", or nothing of their own
+    beside: str = ""
+    #: before which step all workers load the model that was before another one; never if 0
+    loads_at: int = 0
+    loads_from: int = 0
+    #: before which step the job goes back, once, to the checkpoint that it saved before another one; never if 0
+    goes_back_at: int = 0
+    goes_back_to: int = 0
+    #: when the job is over, another one goes on from the checkpoints of its first half
+    goes_on: bool = False
 
     @property
     def all_workers(self) -> int:
         return self.workers + self.joins
+
+    @property
+    def taken_back(self) -> list[int]:
+        """Return the steps that parameters lose when the workers load an earlier model. Rows that it lacks stay."""
+        return list(range(self.loads_from, self.loads_at)) if self.mode == "sync" else []
 
     @property
     def names(self) -> list[str]:
@@ -174,6 +195,7 @@ def drawn(seed: int, *, share: float = 0.05) -> Scenario:
         whom = f"server{draw_more.randrange(max(setting.servers, setting.moves_to))}"
         faults = tuple(sorted((*faults, Fault(draw_more.randrange(moments_of(setting)), ROWS, whom))))
     setting = _draw_script(setting, random.Random(f"script {seed}"))
+    setting = _draw_acts(setting, faults, random.Random(f"acts {seed}"))
     return Scenario(seed, setting, faults, draw.choice((0.0, 0.01, 0.1)))
 
 
@@ -188,6 +210,32 @@ def _draw_script(setting: Setting, draw: random.Random) -> Setting:
             setting = replace(setting, grows_at=draw.randint(1, setting.steps - 1))
         if draw.random() < 0.25:
             setting = replace(setting, edits_at=draw.randint(1, setting.steps - 1))
+    return setting
+
+
+def _draw_acts(setting: Setting, faults: tuple[Fault, ...], draw: random.Random) -> Setting:
+    """Let scripts look ahead, meet, keep, and go back. A worker that starts again does not know whether it has met the
+    others, and those who join have not."""
+    if draw.random() < 0.2:
+        setting = replace(setting, ahead=draw.choice((1, 1, 2, 3)))
+    meets_every, kills = draw.randint(1, 4), [fault for fault in faults if fault.kind in (KILL, POWER)]
+    if draw.random() < 0.2 and not setting.joins and not any(fault.whom.startswith("worker") for fault in kills):
+        setting = replace(setting, meets_every=meets_every)
+    if draw.random() < 0.2:
+        setting = replace(setting, keeps=True)
+    if draw.random() < 0.15:
+        setting = replace(setting, beside=draw.choice(("group", "optimizer")))
+    loads_at = draw.randint(1, setting.steps - 1)
+    if draw.random() < 0.15 and not setting.grows_at:
+        setting = replace(setting, loads_at=loads_at, loads_from=draw.randrange(loads_at))
+    goes_back_at = draw.randint(2, setting.steps - 1)
+    if draw.random() < 0.3 and setting.mode == "sync" and not (setting.grows_at or setting.loads_at):
+        setting = replace(setting, goes_back_at=goes_back_at, goes_back_to=draw.randrange(goes_back_at - 1))
+    # Elsewhere workers may go on at other steps than each other, and wait for each other in the last ones.
+    meets = setting.meets_every > 0 or setting.dense == ALL_REDUCE or setting.mode == "auto"
+    may_go_on = setting.mode == "sync" or not (meets or setting.joins)
+    if draw.random() < 0.5 and setting.checkpoint_every and may_go_on:
+        setting = replace(setting, goes_on=True)
     return setting
 
 

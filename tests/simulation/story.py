@@ -11,6 +11,11 @@ from .scenario import FOLLOWER, MESSAGE_FAULTS, Fault, Scenario, moments_of
 #: What of a run is tried while a scenario is made shorter.
 _MOST_TRIALS = 150
 _WIDTH = 15
+#: What a setting may do without.
+_ACTS = (
+    *("rows_in_memory", "life", "clip", "grows_at", "edits_at"),
+    *("ahead", "meets_every", "keeps", "beside", "loads_at", "goes_back_at", "goes_on"),
+)
 
 
 def shrunk(scenario: Scenario, fails: Callable[[Scenario], bool], most: int = _MOST_TRIALS) -> Scenario:
@@ -57,7 +62,7 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
         yield replace(scenario, setting=replace(setting, moves_at=0, moves_to=0))
     if setting.joins and f"worker{setting.all_workers - 1}" not in {fault.whom for fault in scenario.faults}:
         yield replace(scenario, setting=replace(setting, joins=setting.joins - 1))
-    for name in ("rows_in_memory", "life", "clip", "grows_at", "edits_at"):
+    for name in _ACTS:
         if getattr(setting, name):
             yield replace(scenario, setting=replace(setting, **{name: type(getattr(setting, name))()}))
     if setting.sync_s:
