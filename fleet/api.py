@@ -639,7 +639,8 @@ class Fleet:
 
     def load_state_dict(self, model: torch.nn.Module, state: Mapping[str, Any]) -> None:
         """Give the whole job the values of plain tensors, as ``state_dict`` returns them or as a model in one process
-        has them; one worker calls it, or all do. The optimizer's state stays as it is.
+        has them; one worker calls it, or all do. The optimizer's state stays as it is, and so do rows that ``state``
+        does not name.
 
         Examples:
             >>> optimizer.minimize(loss())
