@@ -271,17 +271,6 @@ class ServerLostError(FleetError, ConnectionError):
     """
 
 
-class WorkerLostError(FleetError, RuntimeError):
-    """Another worker ended before it had finished what one does for all. Whoever is left may call it again.
-
-    Examples:
-        >>> raise fleet.errors.WorkerLostError("worker 0 left before it had finished save_persistables('ckpt')")
-        Traceback (most recent call last):
-            ...
-        fleet.errors.WorkerLostError: worker 0 left before it had finished save_persistables('ckpt')
-    """
-
-
 class JobAbortedError(FleetError, RuntimeError):
     """The job ended because one of its processes failed; the message carries that failure.
 

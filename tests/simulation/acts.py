@@ -4,7 +4,7 @@ keeps what belongs to a step, and goes back to what it had before."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from fleet import Fleet
-from fleet.errors import UnsupportedError, WorkerLostError
+from fleet.errors import UnsupportedError
 
 from .scenario import Setting
 
@@ -98,11 +98,11 @@ class Acts:
         if not setting.goes_back_at:
             return False
         if step == setting.goes_back_to and self._worker not in kept.saved:
-            _again(lambda: self._here.save_persistables(dirname, state=self.state))
+            self._here.save_persistables(dirname, state=self.state)
             kept.saved.add(self._worker)
         if step != setting.goes_back_at or self._worker in kept.went_back:
             return False
-        _again(lambda: self._here.load_persistables(dirname))
+        self._here.load_persistables(dirname)
         kept.went_back.add(self._worker)
         self._load_state(self._here.resume_step())
         return True
@@ -118,7 +118,7 @@ class Acts:
         if step == setting.loads_at > 0:
             self._load_optimizer()
             if setting.mode == "sync":
-                _again(lambda: self._here.load_state_dict(self._model, self._kept.models[0][1]))
+                self._here.load_state_dict(self._model, self._kept.models[0][1])
         if setting.keeps:
             self._state["steps"] = step + 1
             self._here.keep_state(self._state)
@@ -140,12 +140,3 @@ class Acts:
             with contextlib.suppress(UnsupportedError):
                 self._optimizer.load_state_dict(self._optimizer_was)
                 self._kept.wrong.append(f"worker {self._worker} has loaded a state that the servers have")
-
-
-def _again(act: Callable[[], None]) -> None:
-    """Do what one worker does for all, as often as the one that does it is killed."""
-    while True:
-        try:
-            return act()
-        except WorkerLostError:
-            continue

@@ -141,6 +141,8 @@ class Background:
         return task
 
     def upload(self, worker: int, upload: pb.Upload, tensors: Sequence[WireTensor]) -> None:
+        if self.asked_by != worker:
+            self.give_up()  # of one that was lost amid it
         self.asked_by = worker
         self.uploads.append((upload, tensors))
 

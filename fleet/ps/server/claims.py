@@ -1,6 +1,7 @@
 """One worker does what only one does, such as writing a checkpoint or a model to serve, and the others wait until it is
-done. For each such thing that is the first worker that asks, and one at a time. Where worker 0's own state belongs into
-a checkpoint, worker 0 does it, and the others wait for it.
+done. For each such thing that is the first worker that asks, and one at a time; if it is lost amid that, the next of
+those that wait does it anew. Where worker 0's own state belongs into a checkpoint, worker 0 does it, and the others
+wait for it, and for its next process.
 
 Not thread-safe: the caller holds the server's lock.
 """
@@ -11,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fleet.errors import DeadlineError, FleetError, ProtocolError, WorkerLostError
+from fleet.errors import DeadlineError, FleetError, ProtocolError
 from fleet.ps.server.pending import Outbox, Waiting
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.transport import Respond
@@ -23,10 +24,12 @@ _LONGEST_NAME, _MOST_OPEN, _MOST_CLOSED = 8192, 64, 4096
 @dataclass
 class _Claim:
     """Holds one claim; ``begun`` once its writer has been let in. ``asking`` is the writer that waits to be let in. Of
-    one that ``is_kept``, begun before this server was started again, the end may have been lost."""
+    one that ``is_kept``, begun before this server was started again, the end may have been lost. ``since`` when nobody
+    has begun it; None: since the next look at it."""
 
     writer: int
-    since: float
+    since: float | None
+    is_first_s: bool = False  #: nobody but worker 0 may be its writer
     begun: bool = False
     is_kept: bool = False
     asking: Waiting | None = None
@@ -78,6 +81,7 @@ class Claims:
             return
         self.went_on(worker, outbox, to=name)
         claim = self._open.setdefault(name, _Claim(0 if only_first else worker, now))
+        claim.is_first_s = only_first
         if claim.writer != worker:
             claim.queue.append(waiting)
             return
@@ -111,13 +115,28 @@ class Claims:
         for closed in self._closed.values():
             closed.missed.add(worker)
 
-    def left(self, worker: int, outbox: Outbox) -> None:
-        for name in [name for name, claim in self._open.items() if claim.writer == worker]:
-            self._close(name, WorkerLostError(f"worker {worker} left before it had finished {name}"), outbox)
+    def left(self, worker: int, gone: FleetError, outbox: Outbox) -> None:
+        """Answer what a process asked that is ``gone``. What it had begun, another one does anew."""
+        for name, claim in list(self._open.items()):
+            asked = [*claim.queue, *([] if claim.asking is None else [claim.asking])]
+            outbox += [(each.respond, error_reply(gone)) for each in asked if each.worker == worker]
+            claim.queue = [each for each in claim.queue if each.worker != worker]
+            if claim.writer != worker:
+                continue
+            claim.begun, claim.is_kept, claim.since, claim.asking = False, False, None, None
+            if not claim.queue:
+                del self._open[name]
+            elif not claim.is_first_s:
+                claim.writer = claim.queue[0].worker
+                for waiting in [each for each in claim.queue if each.worker == claim.writer]:
+                    claim.queue.remove(waiting)
+                    claim.asking = waiting.repeating(claim.asking)
+        self._let_in_next(outbox)
 
     def tick(self, now: float, outbox: Outbox) -> None:
         """Answer requests that wait for something that nobody begins."""
         for name, claim in list(self._open.items()):
+            claim.since = now if claim.since is None else claim.since
             if not claim.begun and claim.asking is None and now - claim.since > self._deadline_s:
                 self._close(name, self._not_written(f"none in {now - claim.since:.1f} s"), outbox)
 
@@ -160,6 +179,9 @@ class Claims:
         if len(self._closed) > _MOST_CLOSED:
             del self._closed[next(iter(self._closed))]
         outbox += [self._outcome(waiting, failure) for waiting in claim.queue]
+        self._let_in_next(outbox)
+
+    def _let_in_next(self, outbox: Outbox) -> None:
         following = next((claim for claim in self._open.values() if claim.asking is not None), None)
         if following is not None and not any(claim.begun for claim in self._open.values()):
             self._let_in(following, outbox)

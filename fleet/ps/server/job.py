@@ -299,14 +299,14 @@ class Job:
 
     def drop(self, worker: int, outbox: Outbox) -> None:
         """Forget what a worker's process has asked for: nobody waits for it any more."""
-        self.claims.left(worker, outbox)
+        gone = IdentityError(f"worker {worker} is no longer part of this job", where=self.where)
+        self.claims.left(worker, gone, outbox)
         self.rounds.ahead.forget(worker)
         self.states.left(worker)
         self.meetings.left(worker)
         self.plans.catches_up(worker)
         self.background.left(worker)
         parked = self.rounds.parked
-        gone = IdentityError(f"worker {worker} is no longer part of this job", where=self.where)
         for ticket in [ticket for ticket, waiting in parked.items() if waiting.worker == worker]:
             outbox.append((parked.take(ticket).respond, error_reply(gone)))
         if self.shard is not None:

@@ -23,7 +23,7 @@ _INTERRUPTED = "it was interrupted"
 
 def once(worker: WorkerRuntime, name: str, act: Callable[[dict[str, Any]], None], *, by_anyone: bool) -> None:
     """Return when the call of this name has been carried out, by this worker's ``act`` or by another's; a failure is
-    raised on all workers.
+    raised on all workers. If one is lost amid it, another one acts, from the beginning.
 
     ``name`` is the worker's ``name_of_call``; ``act`` is given it, and what the server says with its grant. Where modes
     let only worker 0 write checkpoints, ``by_anyone`` is for acts that need nothing of worker 0's own.

@@ -39,7 +39,7 @@ def _load(worker: WorkerRuntime, dirname: object, where: str) -> None:
     def read(granted: dict[str, Any]) -> None:
         checkpoint = Checkpoint.open(dirname)
         checkpoint.check_fits(worker.trained.plan.spec)
-        attempt = granted["name"]
+        attempt = _attempt(worker, granted)
         asked = pb.Load(id=checkpoint.manifest.id, url=checkpoint.place.url, attempt=attempt)
         while True:
             with withdrawn_if_it_fails(worker, attempt):
@@ -85,7 +85,7 @@ def _load_state(worker: WorkerRuntime, model: torch.nn.Module, state: Mapping[st
     found = _Sorted(worker, model, state)
 
     def send(granted: dict[str, Any]) -> None:
-        attempt = granted["name"]
+        attempt = _attempt(worker, granted)
         with withdrawn_if_it_fails(worker, attempt):
             replace(worker.connections, worker.trained, worker.progress.completed, found.dense, found.rows)
         _take_over(worker, attempt)
@@ -99,6 +99,11 @@ def _load_state(worker: WorkerRuntime, model: torch.nn.Module, state: Mapping[st
         for mine, value in found.local:
             mine.copy_(value)
     worker.reload_in_turn()
+
+
+def _attempt(worker: WorkerRuntime, granted: dict[str, Any]) -> str:
+    """Name what servers take over, apart from what a worker has left that was lost amid the same call."""
+    return f"{granted['name']} by {worker.incarnation}"
 
 
 def _take_over(worker: WorkerRuntime, attempt: str) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 from fleet.base.clock import wall_time
-from fleet.errors import WorkerLostError
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.worker.lease import once
 from fleet.ps.worker.runtime import WorkerRuntime
@@ -23,10 +22,6 @@ def shrink(worker: WorkerRuntime) -> None:
             worker.cuts.notice([reply.message for reply in replies])
             worker.cuts.tell_due()
 
-        while True:
-            try:
-                once(worker, worker.progress.name_of_call("shrink()"), act, by_anyone=True)
-                break
-            except WorkerLostError:  # in the midst of it: rows that have left do so once, whoever asks for it again
-                continue
+        # Where one is lost amid it, another does it again: rows that have left do so once.
+        once(worker, worker.progress.name_of_call("shrink()"), act, by_anyone=True)
         worker.forget_rows()
