@@ -180,7 +180,9 @@ def _every_round_once(outcome: Outcome, steps: torch.Tensor) -> Iterator[str]:
     """Workers that average in rounds take each step together, and once, whoever is killed meanwhile. Only what such a
     worker alone has had of a step is lost with it: of all workers."""
     setting = outcome.scenario.setting
-    usual = _undisturbed(_plain(replace(setting, mode="sync")))["steps"]  # what is noted has the same gradient anywhere
+    # What is noted has the same gradient in every mode. But in this one alone a script takes back what it has learnt.
+    rounds = replace(setting, mode="sync", loads_at=setting.loads_at if setting.mode == "sync" else 0)
+    usual = _undisturbed(_plain(rounds))["steps"]
     lost = _lost_rounds(outcome, steps)
     if lost and setting.optimizer == "Adam":  # which would have moved on in later steps
         return
