@@ -576,7 +576,23 @@ if not serves:
 """
     code, _, err = finish(launch(script, *ONE_AND_TWO))
     assert code == 0
-    assert said(err)[-1] == "worker 0, worker 1 left processes behind: ending them"
+    assert said(err)[-1] == "worker 0, worker 1 left processes behind: ending them; Ctrl-C kills at once"
+
+
+def test_ctrl_c_kills_what_a_process_left_behind(launch: Launch) -> None:
+    script = """
+if me == "worker.0":
+    stays = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+    child = subprocess.Popen([sys.executable, "-c", stays], stdout=subprocess.PIPE)
+    child.stdout.readline()
+    ready(me + ".child", child.pid)
+"""
+    launcher = launch(script, *ONE_AND_TWO, "--grace", "600")
+    assert launcher.stderr is not None
+    while "left processes behind" not in (line := launcher.stderr.readline()):
+        assert line
+    launcher.send_signal(signal.SIGINT)
+    assert finish(launcher)[0] == 0
 
 
 def test_a_process_that_left_its_group_does_not_hold_the_launcher_up(launch: Launch, tmp_path: Path) -> None:
@@ -585,9 +601,10 @@ if me == "worker.0":
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
     pathlib.Path("escaped").write_text(str(child.pid))
 """
-    code, _, _ = finish(launch(script, *ONE_AND_TWO))
+    code, _, err = finish(launch(script, *ONE_AND_TWO))
     os.kill(int((tmp_path / "escaped").read_text()), signal.SIGKILL)
     assert code == 0
+    assert said(err)[-1] == "processes that worker 0 started in sessions of their own go on: end them yourself"
 
 
 @pytest.mark.pairs(1)

@@ -15,21 +15,23 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 _POLL_S = 0.05
 #: SIGKILL cannot be refused, but it may take a moment.
 _KILL_PATIENCE_S = 2.0
 
 
-def end_groups(groups: Iterable[int], grace_s: float) -> None:
-    """Send SIGTERM, wait up to ``grace_s`` seconds, and send SIGKILL; groups that are already gone are fine."""
+def end_groups(groups: Iterable[int], grace_s: float, hurries: Callable[[], bool] = bool) -> None:
+    """Send SIGTERM, wait up to ``grace_s`` seconds or until somebody ``hurries``, and send SIGKILL; groups that are
+    already gone are fine."""
     left = [group for group in groups if is_there(group)]
-    for signum, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, _KILL_PATIENCE_S)):
+    asked, killed = (signal.SIGTERM, grace_s, hurries), (signal.SIGKILL, _KILL_PATIENCE_S, bool)
+    for signum, patience_s, is_cut_short in (asked, killed):
         for group in left:
             _signal(group, signum)
         deadline = time.monotonic() + patience_s
-        while left and time.monotonic() < deadline:
+        while left and time.monotonic() < deadline and not is_cut_short():
             time.sleep(_POLL_S)
             left = [group for group in left if is_there(group)]
 

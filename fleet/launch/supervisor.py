@@ -165,7 +165,7 @@ def run(
                         chronicle.write(LAUNCHER, effect.text)
             if watch.culprit is not None:
                 pump.blame(watch.culprit.name, f"{log_dir}/")
-            if kept := [folder for folder in folders if folder.is_dir()]:
+            if kept := [folder for folder in folders if os.path.isdir(folder)]:
                 pump.say(state_stays(kept, plan.job_id))
             if watch.exit_code == 0:
                 told = _told(record_dir, plan)
@@ -173,7 +173,7 @@ def run(
                 took, logs = time.monotonic() - began, f"{log_dir}/"
                 pump.say(good_end(plan, took, steps, logs, f"{records}/", time_in_words(told)))
         finally:
-            _sweep(children, pump, grace_s)
+            _sweep(children, pump, grace_s, events)
     return watch.exit_code
 
 
@@ -294,9 +294,13 @@ class _Pump:
                 self._read(key.data)
             self._show_late()
             self._draw()
-        for key in list(self._selector.get_map().values()):
-            self._close(key.data)
+        open_still: list[_Stream] = [key.data for key in self._selector.get_map().values()]
+        for stream in open_still:
+            self._close(stream)
         self._show_last()
+        if strays := dict.fromkeys(stream.prefix[1:-2].decode() for stream in open_still):
+            text = f"processes that {', '.join(strays)} started in sessions of their own go on: end them yourself"
+            self._show(self._own, [text.encode()])
         self._draw()
         for log in self._logs.values():
             log.close()
@@ -498,14 +502,25 @@ def _act(effect: Say | Send, pump: _Pump, children: Mapping[str, _Child]) -> Non
             os.killpg(child.popen.pid, effect.signal)
 
 
-def _sweep(children: Mapping[str, _Child], pump: _Pump, grace_s: float) -> None:
-    """Collect the processes, and end those that they have left behind in their groups."""
+def _sweep(children: Mapping[str, _Child], pump: _Pump, grace_s: float, events: queue.SimpleQueue[_Event]) -> None:
+    """Collect the processes, and end those that they have left behind in their groups; at Ctrl-C at once."""
+
+    def is_interrupted() -> bool:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                event = events.get_nowait()
+                if isinstance(event, _Signalled) and event.signum == signal.SIGINT:
+                    return True
+        return False
+
     deadline = time.monotonic() + _HELPERS_S
     while (left := [child for child in children.values() if is_there(child.popen.pid)]) and time.monotonic() < deadline:
         time.sleep(_HELPERS_S / 10)
     if left:
-        pump.say(f"{', '.join(child.spec.name for child in left)} left processes behind: ending them")
-        end_groups([child.popen.pid for child in left], grace_s)
+        pump.say(
+            f"{', '.join(child.spec.name for child in left)} left processes behind: ending them; Ctrl-C kills at once"
+        )
+        end_groups([child.popen.pid for child in left], grace_s, is_interrupted)
     for child in children.values():
         child.popen.poll()  # it was collected behind the back of subprocess, which would complain later
 
