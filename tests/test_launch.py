@@ -746,17 +746,31 @@ REFUSED = [
     ("--worker_num 2 /dev/fd/0", "the script /dev/fd/0 can be read by one process only"),
     ("script.py", "--worker_num is missing"),
     ("--server_num 1 script.py", "--worker_num is missing"),
-    ("--worker_num 0 script.py", "--worker_num is not usable; expected 1 or more; got 0"),
+    ("--worker_num 0 script.py", "--worker_num is not usable; expected 1 to 65536; got 0"),
     ("--workers a script.py", "malformed endpoint"),
     ("--workers a:1,a:1 script.py", "--workers names a:1 twice"),
-    ("--server_num 0 --worker_num 1 script.py", "--server_num is not usable; expected 1 or more; got 0"),
-    ("--server_num 1 --worker_num -2 script.py", "--worker_num is not usable; expected 1 or more; got -2"),
+    ("--server_num 0 --worker_num 1 script.py", "--server_num is not usable; expected 1 to 65536; got 0"),
+    ("--server_num 1 --worker_num -2 script.py", "--worker_num is not usable; expected 1 to 65536; got -2"),
+    ("--server_num 1 --worker_num 1000000000 script.py", "--worker_num is not usable; expected 1 to 65536"),
+    (f"--server_num {10**30} --worker_num 1 script.py", "--server_num is not usable; expected 1 to 65536"),
     ("--server_num x --worker_num 1 script.py", "invalid int value: 'x'"),
     ("--server_num 1 --worker_num 1 --grace -1 script.py", "--grace is not usable"),
     ("--server_num 1 --worker_num 1 --grace 1e10 script.py", "expected seconds, from 0 to 1e+09"),
     ("--server_num 1 --worker_num 1 --log_dir script.py script.py", "--log_dir cannot be made"),
     ("--server_num 1 --worker_num 1 --log_dir s3://bucket/logs script.py", "--log_dir is not usable"),
-    ("--server_num 3 --worker_num 1 --start_port 65534 script.py", "no room for 3 servers"),
+    (
+        "--server_num 3 --worker_num 1 --start_port 65534 script.py",
+        "no room for the ports of 3 processes; expected 1 to 65533",
+    ),
+    ("--worker_num 2 --start_port 70000 script.py", "no room for the ports of 2 processes; expected 1 to 65534"),
+    ("--worker_num 65536 --start_port 1 script.py", "expected fewer processes than there are ports; got 1"),
+    (
+        "--server_num 2 --worker_num 1 --start_port 9099 --metrics_port 9100 script.py",
+        "are the job's own; expected others than 9100",
+    ),
+    ("--worker_num 1 --job_id a\x00b script.py", "--job_id is not usable; expected at most 200 letters, in one line"),
+    (f"--worker_num 1 --job_id {'a' * 201} script.py", "--job_id is not usable"),
+    (f"--worker_num 1 {'a' * 300}.py", f"there is no script {'a' * 300}.py"),
     ("--severs a:1 script.py", "unrecognized arguments: --severs"),
     ("--server_num 1 --workers a script.py", "--server_num and --workers do not go together"),
     ("--servers 127.0.0.1:80 script.py", "--workers is missing"),
@@ -802,6 +816,8 @@ def test_a_busy_port_and_who_holds_it() -> None:
 
 def test_free_ports_are_distinct() -> None:
     assert len(set(host_network.free_ports(200))) == 200
+    besides = range(1, 65536, 2)
+    assert not {*besides}.intersection(host_network.free_ports(20, besides))
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["run", "-h"], ["server", "--help"]])

@@ -674,6 +674,7 @@ def test_a_row_of_any_id_can_be_asked_for(tmp_path: Path, capsys: pytest.Capture
     [
         (["--out", "x", "--digests"], "--out and --digests do not go together"),
         (["--to", "-1"], "--to is not usable"),
+        (["--blame", "weight:" + "9" * 5000], "--blame is not usable; expected TABLE:ID"),
         (["--blame", "17"], "--blame is not usable; expected TABLE:ID; got '17'"),
     ],
 )

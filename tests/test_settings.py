@@ -38,6 +38,7 @@ def test_defaults() -> None:
         ("FLEET_CHECK_FINITE", "On", "check_finite", True),
         ("FLEET_CHECK_FINITE", "0", "check_finite", False),
         ("FLEET_JOB_ID", "j", "job_id", "j"),
+        ("FLEET_JOB_ID", "a/b c é", "job_id", "a/b c é"),
     ],
 )
 def test_each_setting(name: str, text: str, field: str, value: object) -> None:
@@ -74,6 +75,10 @@ def test_blank_is_unset(name: str) -> None:
         ("FLEET_DURABLE_DIR", "s3://bucket/kept", "a path on this machine, and no URL"),
         ("FLEET_TABLE_DIR", "file:///rows", "a path on this machine, and no URL"),
         ("FLEET_RECORD_DIR", "gs://bucket/record", "a path on this machine, and no URL"),
+        ("FLEET_JOB_ID", "a\nb", "at most 200 letters, in one line"),
+        ("FLEET_JOB_ID", "a\udcffb", "at most 200 letters, in one line"),
+        ("FLEET_JOB_ID", "a" * 201, "at most 200 letters, in one line"),
+        ("FLEET_BIND_ADDRESS", "a..b", "an address of this machine, as 10.0.0.1, [fd00::1], 0.0.0.0 or 10.0.0.1:6174"),
     ],
 )
 def test_unusable(name: str, text: str, expected: str) -> None:

@@ -69,7 +69,15 @@ def _host(text: str) -> str | None:
             return f"[{IPv6Address(text[1:-1])}]"
         except ValueError:
             return None
-    return text if text and not any(c.isspace() or c in "/,:[]" for c in text) else None
+    return text if text.isprintable() and not any(c in " /,:[]" for c in text) and _can_be_asked_for(text) else None
+
+
+def _can_be_asked_for(name: str) -> bool:
+    """Say whether the system can be asked for a host of this name, whose labels have 1 to 63 letters each."""
+    try:
+        return bool(name.encode("idna"))
+    except UnicodeError:
+        return False
 
 
 def _port(text: str) -> int | None:

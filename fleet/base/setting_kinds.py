@@ -12,6 +12,9 @@ from fleet.errors import ConfigurationError
 
 T = TypeVar("T")
 
+#: A job's id stands in every message about it.
+_LONGEST_ID = 200
+
 
 @dataclass(frozen=True)
 class Kind(Generic[T]):
@@ -92,6 +95,19 @@ def _address(text: str) -> Binding:
     return Binding(host, port)
 
 
+def _host(text: str) -> str:
+    host, port = parse_address(text)
+    if port is not None:
+        raise ValueError(text)
+    return host
+
+
+def _job_id(text: str) -> str:
+    if len(text) > _LONGEST_ID or not text.isprintable():
+        raise ValueError(text)
+    return text
+
+
 def _local_path(text: str) -> str:
     if "://" in text:
         raise ValueError(text)
@@ -105,6 +121,8 @@ SWITCH = Kind("1 or 0", _switch, "1 or 0")
 PORT = Kind("port", _port, "a port from 1 to 65535")
 PORT_OR_OFF = Kind("port, or `off`", _port_or_off, "a port, 0 for any, or off")
 ADDRESS = Kind("address", _address, "an address of this machine, as 10.0.0.1, [fd00::1], 0.0.0.0 or 10.0.0.1:6174")
+HOST = Kind("address", _host, "an address of this machine, as 10.0.0.1, [fd00::1] or 0.0.0.0")
 TEXT = Kind("text", str)
+JOB_ID = Kind("text", _job_id, f"at most {_LONGEST_ID} letters, in one line")
 PATH = Kind("path", str)
 LOCAL_PATH = Kind("path", _local_path, "a path on this machine, and no URL")

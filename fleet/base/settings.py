@@ -20,6 +20,8 @@ from typing import Any, TypeVar
 from fleet.base.cluster import Binding
 from fleet.base.setting_kinds import (
     ADDRESS,
+    HOST,
+    JOB_ID,
     LOCAL_PATH,
     MEBIBYTES,
     MILLISECONDS,
@@ -235,7 +237,7 @@ class ObservingSettings:
         "a port with figures for Prometheus, 0 for any free one; `fleetrun` counts on from it, one a process",
     )
     metrics_host: str = setting(
-        *("FLEET_METRICS_HOST", TEXT, "127.0.0.1", _ALL),
+        *("FLEET_METRICS_HOST", HOST, "127.0.0.1", _ALL),
         "the address for it; a public one is refused unless `FLEET_INSECURE` is set. Needs the port",
     )
     tensorboard_dir: str = setting(
@@ -347,7 +349,7 @@ class ProcessSettings:
         "([more](embeddings.md#rows-that-come-and-leave)); all workers have to say the same",
     )
     job_id: str = setting(
-        *("FLEET_JOB_ID", TEXT, "", _ALL),
+        *("FLEET_JOB_ID", JOB_ID, "", _ALL),
         "a name for the job: a server refuses a worker with a different one",
         default_in_words="none; `fleetrun` makes one up",
     )

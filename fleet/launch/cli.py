@@ -17,7 +17,7 @@ from pathlib import Path
 
 from fleet.base import checks
 from fleet.base.cluster import Endpoint
-from fleet.base.setting_kinds import LOCAL_PATH
+from fleet.base.setting_kinds import JOB_ID, LOCAL_PATH
 from fleet.base.settings import PROCESS_ENVIRONMENT, ProcessSettings, under_present_names
 from fleet.base.unknown_variables import remarks
 from fleet.errors import AuthenticationError, ConfigurationError, DeadlineError, FleetError
@@ -32,6 +32,7 @@ from fleet.launch.process_plan import (
     plan_launch,
     shared_job_id,
 )
+from fleet.plan.specs import MOST_PROCESSES
 from fleet.role_maker.arguments import endpoint as named_endpoint
 
 #: Spellings of the source documents.
@@ -395,6 +396,7 @@ def _plan(options: argparse.Namespace, command: list[str]) -> LaunchPlan:
             f"{', '.join(alone)} and {', '.join(part)} do not go together",
             todo="The first start a whole job on this machine, the others its part of a larger one.",
         )
+    metrics_port = _metrics_port(options)
     servers: tuple[Endpoint, ...] = ()
     workers: tuple[Endpoint, ...] = ()  # of a collective job, which has no servers
     if part:
@@ -418,8 +420,9 @@ def _plan(options: argparse.Namespace, command: list[str]) -> LaunchPlan:
     else:
         _check_numbers(options.server_num, options.worker_num)
         count = options.worker_num if options.server_num is None else options.server_num
+        processes = options.worker_num + (options.server_num or 0)
         ports = (
-            host_network.free_ports(count)
+            host_network.free_ports(count, range(metrics_port, metrics_port + processes) if metrics_port else ())
             if options.start_port is None
             else host_network.consecutive_ports(options.start_port, count)
         )
@@ -436,11 +439,11 @@ def _plan(options: argparse.Namespace, command: list[str]) -> LaunchPlan:
         worker_hosts=worker_hosts,
         here=here,
         command=command,
-        job_id=(options.job_id or PROCESS_ENVIRONMENT.get("FLEET_JOB_ID", "")).strip() or made_up,
+        job_id=_job_id(options.job_id) or made_up,
         inherited=PROCESS_ENVIRONMENT,
         workers=workers,
         record_dir=str(_record_dir(options)),
-        metrics_port=_metrics_port(options),
+        metrics_port=metrics_port,
     )
     return replace(plan, notes=(*remarks(PROCESS_ENVIRONMENT), *plan.notes))
 
@@ -469,6 +472,13 @@ def _record_dir(options: argparse.Namespace) -> Path:
     """Return where the processes keep their figures, for the view and ``fleet report``."""
     given = PROCESS_ENVIRONMENT.get("FLEET_RECORD_DIR", "").strip()
     return Path(LOCAL_PATH.read("FLEET_RECORD_DIR", given) if given else options.log_dir).resolve()
+
+
+def _job_id(asked: str | None) -> str:
+    """Return the name that this job was given, empty if it was given none."""
+    if asked is None:
+        return ProcessSettings.read(PROCESS_ENVIRONMENT).job_id
+    return JOB_ID.read("--job_id", asked.strip()) if asked.strip() else ""
 
 
 def _wants_live_view(asked: str) -> bool:
@@ -520,5 +530,5 @@ def _check_numbers(server_num: int | None, worker_num: int | None) -> None:
     for option, number in (("--worker_num", worker_num), ("--server_num", server_num)):
         if number is None and option == "--worker_num":
             raise ConfigurationError(f"{option} is missing", todo="For example: --server_num 2 --worker_num 2.")
-        if number is not None and number < 1:
-            raise ConfigurationError(f"{option} is not usable", expected="1 or more", got=number)
+        if number is not None and not 1 <= number <= MOST_PROCESSES:
+            raise ConfigurationError(f"{option} is not usable", expected=f"1 to {MOST_PROCESSES}", got=number)

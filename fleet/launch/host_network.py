@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from fleet.base.cluster import Endpoint
 from fleet.base.ports import holder_of, is_taken
@@ -15,22 +15,25 @@ from fleet.errors import ConfigurationError, PortInUseError
 LOOPBACK = "127.0.0.1"
 
 
-def free_ports(count: int) -> list[int]:
-    """Return ``count`` different ports that nobody listens on.
+def free_ports(count: int, besides: Collection[int] = ()) -> list[int]:
+    """Return ``count`` different ports that nobody listens on, none of ``besides``.
 
     All are held until the last one is chosen, or the kernel might give one twice. They stay free until the servers
     take them: Linux serves ``bind`` and ``connect`` from different halves of the range while both have room.
     """
     with contextlib.ExitStack() as held:
+        found: list[int] = []
         try:
-            sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-            for each in sockets:
+            while len(found) < count:
+                each = held.enter_context(socket.socket())
                 each.bind((LOOPBACK, 0))
+                port = each.getsockname()[1]
+                found += [port] if port not in besides else []
         except OSError as error:
             raise ConfigurationError(
                 f"no {count} free ports are to be had", got=reason(error), todo="Start fewer processes on this machine."
             ) from None
-        return [each.getsockname()[1] for each in sockets]
+        return found
 
 
 def hold_port(host: str) -> socket.socket:
@@ -42,11 +45,14 @@ def hold_port(host: str) -> socket.socket:
 
 def consecutive_ports(start: int, count: int) -> list[int]:
     """Return ``start`` and the ports after it; refuse them if one is busy."""
-    ports = list(range(start, start + count))
-    if not 1 <= start <= ports[-1] <= 65535:
+    most = 65536 - count
+    if not 1 <= start <= most:
         raise ConfigurationError(
-            f"--start_port leaves no room for {count} servers", expected=f"1 to {65536 - count}", got=start
+            f"--start_port leaves no room for the ports of {count} processes",
+            expected=f"1 to {most}" if most > 0 else "fewer processes than there are ports",
+            got=start,
         )
+    ports = list(range(start, start + count))
     for port in ports:
         check_free(Endpoint(LOOPBACK, port))
     return ports

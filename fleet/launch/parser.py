@@ -52,9 +52,9 @@ def python_arguments(command: Sequence[str], *, as_module: bool) -> list[str]:
             f"the script {script} can be read by one process only", todo="Save it in a file, which every process reads."
         )
     path = Path(script)
-    if not path.exists():
+    if not os.path.exists(path):  # which is False, and no error, of a name too long for a file's
         raise ConfigurationError(f"there is no script {script}", todo="For a module put -m before its name.")
-    if path.is_dir() and not (path / "__main__.py").is_file():
+    if path.is_dir() and not os.path.isfile(path / "__main__.py"):
         raise ConfigurationError(f"{script} is a directory without a __main__.py")
     if not os.access(path, os.R_OK):
         raise ConfigurationError(f"the script {script} cannot be read", todo="Check its permissions.")

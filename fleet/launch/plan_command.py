@@ -21,6 +21,7 @@ from fleet.errors import ConfigurationError, FleetError, StateError
 from fleet.launch import host_network, supervisor
 from fleet.launch.parser import Parser, python_arguments
 from fleet.launch.process_plan import LaunchPlan, plan_launch
+from fleet.plan.specs import MOST_PROCESSES
 from fleet.telemetry.cause import LAUNCHER, claimed
 from fleet.telemetry.forecast import LEAST_S, SETTLING_S, Costs, Forecast, Observed, Site, observed
 from fleet.telemetry.live_table import aligned, shown_bytes, shown_number
@@ -72,7 +73,9 @@ def plan(argv: list[str], prog: str) -> int:
     command = python_arguments([options.script, *argv[cut + 1 :]], as_module=options.m)
     if options.steps is not None:
         checks.number("--steps", options.steps, 0, above=True)
-    if options.json is not None and not os.access(Path(options.json).absolute().parent, os.W_OK):
+    if options.json is not None and (
+        os.path.isdir(options.json) or not os.access(Path(options.json).absolute().parent, os.W_OK)
+    ):
         raise ConfigurationError("--json cannot be written", where=options.json)  # before a minute has passed
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     site = Site(gbit_s * 1e9 / 8, round_trip_ms / 1e3, cores if options.here else None)
@@ -275,8 +278,9 @@ def _numbers(option: str, text: str) -> list[int]:
         numbers = [int(each) for each in text.split(",")]
     except ValueError:
         numbers = []
-    if not numbers or min(numbers) < 1:
-        raise ConfigurationError(f"{option} is not usable", expected="numbers, such as 1,2,4", got=repr(text))
+    if not numbers or not 1 <= min(numbers) <= max(numbers) <= MOST_PROCESSES:
+        expected = f"numbers from 1 to {MOST_PROCESSES}, such as 1,2,4"
+        raise ConfigurationError(f"{option} is not usable", expected=expected, got=repr(text))
     return numbers
 
 

@@ -123,6 +123,7 @@ def plan_launch(
                 todo="Choose a lower one with --metrics_port or FLEET_METRICS_PORT, or 0 for any free ports.",
             )
         ports = [metrics_port + place if metrics_port else 0 for place in range(len(processes))]
+        _refuse_taken(ports, [each for each in (*servers, *workers[:1]) if each.host in here])
         processes = [
             replace(each, environment={**each.environment, "FLEET_METRICS_PORT": str(port)})
             for each, port in zip(processes, ports, strict=True)
@@ -137,6 +138,18 @@ def plan_launch(
         job_id=job_id,
         notes=tuple(notes),
     )
+
+
+def _refuse_taken(ports: Sequence[int], listening: Sequence[Endpoint]) -> None:
+    """Refuse ports for Prometheus that processes of the job listen at themselves."""
+    taken = sorted({each.port for each in listening}.intersection(ports))
+    if taken:
+        raise ConfigurationError(
+            "ports for Prometheus are the job's own",
+            expected=f"others than {', '.join(map(str, taken))}",
+            got=f"{ports[0]} to {ports[-1]}",
+            todo="Choose others with --metrics_port or FLEET_METRICS_PORT, or 0 for any free ones.",
+        )
 
 
 def child_environment(inherited: Mapping[str, str], process: ProcessSpec) -> dict[str, str]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 
 from fleet.errors import ConfigurationError, FleetError
 from fleet.launch.parser import Parser
+
+_ID = re.compile(r"-?[0-9]{1,400}")
 
 _EPILOG = """\
 DURABLE_DIR is what FLEET_DURABLE_DIR was for the servers, or the folder of one of them. Nothing is changed there, and
@@ -47,7 +50,7 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigurationError("--to is not usable", expected="a number of steps, 0 or more", got=options.to)
     if options.blame is not None:
         table, _, id = options.blame.rpartition(":")
-        if not table or not id.removeprefix("-").isdecimal():
+        if not table or not _ID.fullmatch(id):
             raise ConfigurationError("--blame is not usable", expected="TABLE:ID", got=repr(options.blame))
         options.blame = table, int(id)
 

@@ -6,6 +6,8 @@ import re
 from itertools import product
 from math import prod
 
+from fleet.base.cluster import parse_address
+
 #: More hosts, or tasks, are no job but a mistake, found before memory is taken for them.
 MOST = 1 << 15
 
@@ -24,7 +26,7 @@ def expand_hosts(text: str) -> tuple[str, ...]:
     for name in re.finditer(_NAME, text, re.ASCII):
         pieces = [_choices(piece) for piece in re.findall(_PIECE, name[0], re.ASCII)]
         _refuse_more_than_most(len(hosts) + prod(map(len, pieces)))
-        hosts.extend(map("".join, product(*pieces)))
+        hosts.extend(parse_address("".join(name))[0] for name in product(*pieces))
     return tuple(hosts)
 
 
