@@ -165,6 +165,11 @@ def test_the_config_switches_it_on_with_lambda_one() -> None:
     ("arguments", "kind", "words"),
     [
         ({"dc_asgd_lambda": -1}, ValueError, "dc_asgd_lambda"),
+        (
+            {"dc_asgd_lambda": 1e300},
+            ValueError,
+            "dc_asgd_lambda is out of range; expected at least 0 and below 1e\\+38",
+        ),
         ({"dc_asgd_lambda": float("nan")}, ValueError, "dc_asgd_lambda"),
         ({"dc_asgd_lambda": float("inf")}, ValueError, "dc_asgd_lambda"),
         ({"dc_asgd_lambda": "1"}, TypeError, "dc_asgd_lambda"),

@@ -1056,6 +1056,12 @@ def test_ports_for_prometheus_follow_one_another() -> None:
     assert part.notes == ("ports for Prometheus: server 1 9100, worker 1 9101",)
 
 
+def test_an_address_for_prometheus_may_come_with_the_option(launch: Launch) -> None:
+    code, out, _ = finish(launch("print('here')", *ONE_AND_TWO, "--metrics_port", "0", FLEET_METRICS_HOST="::1"))
+    assert code == 0
+    assert out.count("here") == 3
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_there_is_a_port_for_prometheus_for_every_process(workers: int) -> None:
     def planned() -> LaunchPlan:

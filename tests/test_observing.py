@@ -159,6 +159,7 @@ def test_steps_of_before_are_no_speed(mode: str, tmp_path: Path) -> None:
         ({"steps": 3}, ConfigurationError, "counts itself"),
         ({"lockstep": 3}, ConfigurationError, "counts itself"),
         ({"a b": 3}, ConfigurationError, "no name of a figure"),
+        ({"examples": 10**305}, ConfigurationError, "examples is out of range; expected at least 0 and below 1e\\+15"),
         ({f"f{i}": i for i in range(MOST_REPORTED + 1)}, ConfigurationError, "too many"),
     ],
 )

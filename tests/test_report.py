@@ -218,7 +218,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert cli.main(["report", str(tmp_path), "--output", str(tmp_path / "there.html")]) == 0
     assert (tmp_path / "there.html").exists()
     (tmp_path / "empty").mkdir()
-    for wrong in ("empty", "missing"):
+    for wrong in ("empty", "missing", "x" * 300):
         assert cli.main(["report", str(tmp_path / wrong)]) == 2
         assert "no job has left a record here" in capsys.readouterr().err
     assert cli.main(["report", str(tmp_path), "--output", str(tmp_path / "missing" / "r.html")]) == 2

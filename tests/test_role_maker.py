@@ -93,6 +93,7 @@ def test_then_the_id(current_id: Any, error: type[Exception], match: str) -> Non
         (True, TypeError, "worker_num must be an int"),
         (0, ValueError, "worker_num must be greater than 0"),
         (-1, ValueError, "worker_num must be greater than 0"),
+        (10**20, ValueError, "worker_num is out of range; expected at most 65536"),
     ],
 )
 def test_then_the_number_of_workers(role: Role, worker_num: Any, error: type[Exception], match: str) -> None:
@@ -423,8 +424,9 @@ def test_one_missing_variable_is_named_alone(environ: Env, names: list[str]) -> 
         (TRAINER, {"PADDLE_TRAINER_ID": "3"}, ["PADDLE_TRAINER_ID", "from 0 to 2", "'3'"]),
         (TRAINER, {"PADDLE_TRAINER_ID": "-1"}, ["PADDLE_TRAINER_ID", "from 0 to 2", "'-1'"]),
         (TRAINER, {"PADDLE_TRAINER_ID": "one"}, ["PADDLE_TRAINER_ID", "whole number", "'one'"]),
-        (TRAINER, {"PADDLE_TRAINERS": "two"}, ["PADDLE_TRAINERS", "whole number of at least 1", "'two'"]),
-        (TRAINER, {"PADDLE_TRAINERS": "0"}, ["PADDLE_TRAINERS", "whole number of at least 1", "'0'"]),
+        (TRAINER, {"PADDLE_TRAINERS": "two"}, ["PADDLE_TRAINERS", "whole number from 1 to 65536", "'two'"]),
+        (TRAINER, {"PADDLE_TRAINERS": "65537"}, ["PADDLE_TRAINERS", "whole number from 1 to 65536"]),
+        (TRAINER, {"PADDLE_TRAINERS": "0"}, ["PADDLE_TRAINERS", "whole number from 1 to 65536", "'0'"]),
         (TRAINER, {"PADDLE_TRAINERS_NUM": "4"}, ["PADDLE_TRAINERS and PADDLE_TRAINERS_NUM", "'3' and '4'"]),
         (TRAINER, {"PADDLE_TRAINER_ENDPOINTS": "a:1,b:1"}, ["PADDLE_TRAINERS and PADDLE_TRAINER_ENDPOINTS", "'3'"]),
         (TRAINER, {"PADDLE_PSERVERS_IP_PORT_LIST": "a:1,,b:1"}, ["PADDLE_PSERVERS_IP_PORT_LIST", "'a:1,,b:1'"]),
@@ -604,6 +606,7 @@ def test_torchrun() -> None:
         ({"LOCAL_RANK": "3"}, ["LOCAL_RANK"]),
         ({"WORLD_SIZE": "x"}, ["WORLD_SIZE"]),
         ({"WORLD_SIZE": "0"}, ["WORLD_SIZE"]),
+        ({"WORLD_SIZE": "65537"}, ["WORLD_SIZE"]),
         ({"MASTER_ADDR": ""}, ["MASTER_ADDR"]),
         ({"MASTER_ADDR": "a:1"}, ["MASTER_ADDR"]),
         ({"MASTER_PORT": "0"}, ["MASTER_PORT"]),
@@ -756,6 +759,7 @@ def test_torchrun_tells_who_hosts_the_store_and_how_often_it_has_restarted() -> 
         ({"TF_CONFIG": '{"cluster": {"ps": ["a:1"]}}'}, ["TF_CONFIG"]),
         ({"JOB_COMPLETION_INDEX": "0", "KUBERNETES_SERVICE_HOST": "10.0.0.1"}, ["JOB_COMPLETION_INDEX=0"]),
         ({"HOROVOD_SIZE": "2"}, ["HOROVOD_SIZE=2"]),
+        ({"HOROVOD_SIZE": "9" * 5000}, ["HOROVOD_SIZE=9"]),
     ],
 )
 def test_alone_among_the_variables_of_a_cluster(

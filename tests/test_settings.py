@@ -75,6 +75,8 @@ def test_blank_is_unset(name: str) -> None:
         ("FLEET_DURABLE_DIR", "s3://bucket/kept", "a path on this machine, and no URL"),
         ("FLEET_TABLE_DIR", "file:///rows", "a path on this machine, and no URL"),
         ("FLEET_RECORD_DIR", "gs://bucket/record", "a path on this machine, and no URL"),
+        ("FLEET_DURABLE_DIR", "a\0b", "a path on this machine, and no URL"),
+        ("FLEET_TLS_CA", "a\0b", "a path"),
         ("FLEET_JOB_ID", "a\nb", "at most 200 letters, in one line"),
         ("FLEET_JOB_ID", "a\udcffb", "at most 200 letters, in one line"),
         ("FLEET_JOB_ID", "a" * 201, "at most 200 letters, in one line"),

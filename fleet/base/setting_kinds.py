@@ -108,10 +108,16 @@ def _job_id(text: str) -> str:
     return text
 
 
+def _path(text: str) -> str:
+    if "\0" in text:
+        raise ValueError(text)
+    return text
+
+
 def _local_path(text: str) -> str:
     if "://" in text:
         raise ValueError(text)
-    return text
+    return _path(text)
 
 
 MILLISECONDS = _duration("milliseconds", 1e-3)
@@ -124,5 +130,5 @@ ADDRESS = Kind("address", _address, "an address of this machine, as 10.0.0.1, [f
 HOST = Kind("address", _host, "an address of this machine, as 10.0.0.1, [fd00::1] or 0.0.0.0")
 TEXT = Kind("text", str)
 JOB_ID = Kind("text", _job_id, f"at most {_LONGEST_ID} letters, in one line")
-PATH = Kind("path", str)
+PATH = Kind("path", _path, "a path")
 LOCAL_PATH = Kind("path", _local_path, "a path on this machine, and no URL")

@@ -476,9 +476,8 @@ def _record_dir(options: argparse.Namespace) -> Path:
 
 def _job_id(asked: str | None) -> str:
     """Return the name that this job was given, empty if it was given none."""
-    if asked is None:
-        return ProcessSettings.read(PROCESS_ENVIRONMENT).job_id
-    return JOB_ID.read("--job_id", asked.strip()) if asked.strip() else ""
+    name, text = ("FLEET_JOB_ID", PROCESS_ENVIRONMENT.get("FLEET_JOB_ID", "")) if asked is None else ("--job_id", asked)
+    return JOB_ID.read(name, text.strip()) if text.strip() else ""
 
 
 def _wants_live_view(asked: str) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from fleet.base import checks
 from fleet.base.cluster import Endpoint, parse_address
 from fleet.errors import ArgumentTypeError, ConfigurationError
+from fleet.plan.specs import MOST_PROCESSES
 
 
 def endpoints(name: str, value: object) -> tuple[Endpoint, ...]:
@@ -73,4 +74,6 @@ def count(name: str, value: object) -> int:
     number = checks.integer(name, value)
     if number <= 0:
         raise ConfigurationError(f"{name} must be greater than 0", expected="1 or more", got=number)
+    if number > MOST_PROCESSES:
+        raise ConfigurationError(f"{name} is out of range", expected=f"at most {MOST_PROCESSES}", got=number)
     return number

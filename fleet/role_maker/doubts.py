@@ -66,7 +66,7 @@ def _others(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 def _several(environ: Mapping[str, str], name: str) -> bool:
     text = environ.get(name, "").strip()
-    return text.isascii() and text.isdigit() and int(text) > 1
+    return text.isascii() and text.isdigit() and text.lstrip("0") not in ("", "1")
 
 
 _BY_VARIABLES = "Give each process the variables of docs/environment.md, or start them with fleetrun."

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from fleet.base.cluster import Assignment, Endpoint, Role
 from fleet.base.settings import PROCESS_ENVIRONMENT
+from fleet.plan.specs import MOST_PROCESSES
 from fleet.role_maker import arguments
 from fleet.role_maker.base import RoleMakerBase
 from fleet.role_maker.variables import Variables, whole
@@ -64,7 +65,7 @@ class TorchrunRoleMaker(RoleMakerBase):
 
 def _place(variables: Variables) -> tuple[int, int, int | None]:
     """Return how many workers there are, which one this is, and which of its machine's."""
-    size = variables.need(("WORLD_SIZE",), *whole(1), otherwise=0)
+    size = variables.need(("WORLD_SIZE",), *whole(1, below=MOST_PROCESSES + 1), otherwise=0)
     rank = variables.need(("RANK",), *whole(0, below=size), otherwise=0)
     return size, rank, variables.read(("LOCAL_RANK",), *whole(0, below=size))
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from fleet.base import checks
 from fleet.base.cluster import Assignment, Endpoint, Role
 from fleet.base.settings import PROCESS_ENVIRONMENT
+from fleet.plan.specs import MOST_PROCESSES
 from fleet.role_maker import arguments, torchrun
 from fleet.role_maker.base import RoleMakerBase, collective
 from fleet.role_maker.variables import Variables, whole
@@ -135,7 +136,7 @@ def _worker_num(variables: Variables, workers: Sequence[Endpoint]) -> int:
 
     paddle-operator puts the workers' hosts where others put their number, and the number into the other spelling.
     """
-    parse, expected = whole(1)
+    parse, expected = whole(1, below=MOST_PROCESSES + 1)
     hosts = [worker.host for worker in workers]
 
     def parse_either(text: str) -> int:

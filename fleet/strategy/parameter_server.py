@@ -13,6 +13,8 @@ from fleet.strategy.collective import DistributedStrategy
 
 #: An update that no job comes to.
 _NEVER = (1 << 63) - 1
+#: What delay compensation reckons with has to be a number of 32 bits.
+_STRONGEST = 1e38
 
 
 @dataclass(frozen=True)
@@ -484,9 +486,7 @@ def _on_servers(value: object, mode: str) -> str:
 
 def _strength(strength: object, adaptive: object) -> float:
     """Return lambda; 0 means no compensation."""
-    given = checks.real("dc_asgd_lambda", strength)
-    if not 0 <= given < float("inf"):
-        raise ConfigurationError("dc_asgd_lambda is out of range", expected="0 or more", got=strength)
+    given = checks.number("dc_asgd_lambda", strength, 0, below=_STRONGEST)
     if checks.switch("dc_asgd_adaptive", adaptive) and not given:
         raise ConfigurationError("dc_asgd_adaptive=True: nothing to act on without dc_asgd_lambda", got="0")
     return float(given)

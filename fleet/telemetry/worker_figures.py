@@ -21,6 +21,8 @@ from fleet.telemetry.process import ProcessFigures, delay
 
 #: So many figures of the user's own.
 MOST_REPORTED = 64
+#: In one call. Their sum has to remain a number that figures can travel as, whatever a script calls its examples.
+_MOST_EXAMPLES = 1e15
 
 
 class WorkerFigures:
@@ -44,7 +46,7 @@ class WorkerFigures:
         counted = 0 if examples is None else checks.integer("report(): examples", examples)
         if counted < 0:
             raise ConfigurationError("report(): examples cannot be negative", got=examples)
-        checks.real("report(): examples", counted)
+        checks.number("report(): examples", counted, 0, below=_MOST_EXAMPLES)
         given = {**others, **({} if loss is None else {"loss": loss})}
         for name in others:
             if name in WORKER:
