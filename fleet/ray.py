@@ -122,7 +122,7 @@ def run(
     parts += [_Part(Role.WORKER, index, needs[Role.WORKER], is_late=index >= worker_num) for index in range(most)]
     if folder is not None:
         for part in parts[:server_num]:
-            part.keeps_in = str(folder / f"fleet-{job_id}" / f"server-{part.index}")
+            part.keeps_in = str(folder / f"fleet-{job_id.replace('/', '_')}" / f"server-{part.index}")
     variables = {name: value for name, value in environ.items() if name in SETTINGS}
     variables |= {"FLEET_JOB_ID": job_id, "FLEET_LAUNCHER": "ray", **_key(settings)}
     first = [part for part in parts if not part.is_late]

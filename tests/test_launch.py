@@ -1056,6 +1056,13 @@ def test_ports_for_prometheus_follow_one_another() -> None:
     assert part.notes == ("ports for Prometheus: server 1 9100, worker 1 9101",)
 
 
+def test_the_job_decides_about_a_folder_that_no_server_has_used(launch: Launch) -> None:
+    """Its name is too long for a file's, which the launcher finds out when it looks what stays there."""
+    code, _, err = finish(launch("", *ONE_AND_TWO, FLEET_DURABLE_DIR="a" * 300))
+    assert code == 0
+    assert said(err)[-1].startswith("done in")
+
+
 def test_an_address_for_prometheus_may_come_with_the_option(launch: Launch) -> None:
     code, out, _ = finish(launch("print('here')", *ONE_AND_TWO, "--metrics_port", "0", FLEET_METRICS_HOST="::1"))
     assert code == 0

@@ -44,7 +44,7 @@ from fleet.errors import (
     ProtocolError,
     UnsupportedError,
 )
-from fleet.launch import cli
+from fleet.launch import cli, top
 from fleet.launch.live_view import LiveView
 from fleet.launch.sources import Recorded
 from fleet.ps.server.asked_ids import AskedIds, hottest
@@ -765,6 +765,17 @@ def test_top_says_what_is_wrong(
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("term", ["", "dumb", "unknown"])
+def test_top_shows_tables_where_the_cursor_cannot_move(
+    term: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TERM", term)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    with top._display(live=True) as show:
+        show([Row("worker 0")], [], [])
+        assert "worker 0" in capsys.readouterr().out
+
+
 def test_top_of_an_empty_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["top", str(tmp_path)]) == 2
     assert "no job has left a record" in capsys.readouterr().err
@@ -917,7 +928,7 @@ def test_lines_that_are_not_ours_are_passed_over(tmp_path: Path) -> None:
     event = {"at": 10.0, "process": "fleetrun", "kind": "event", "told": {"process": "worker 1", "what": "started"}}
     odd = [
         *(ours | {"at": at} for at in (math.nan, math.inf, 10**400)),
-        *(ours | {"process": process} for process in ("worker", "worker x", "worker ²", "", 3)),
+        *(ours | {"process": process} for process in ("worker", "worker x", "worker ²", "", 3, f"worker {'9' * 5000}")),
         *(event | {"told": told} for told in ({}, {"process": "worker 1"}, {"process": 1, "what": "started"})),
         *(ours | {"at": at} for at in (-1.0, 1e18)),  # no date
     ]

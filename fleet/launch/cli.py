@@ -21,7 +21,7 @@ from fleet.base.setting_kinds import JOB_ID, LOCAL_PATH
 from fleet.base.settings import PROCESS_ENVIRONMENT, ProcessSettings, under_present_names
 from fleet.base.unknown_variables import remarks
 from fleet.errors import AuthenticationError, ConfigurationError, DeadlineError, FleetError
-from fleet.launch import checkpoint_options, env_report, host_network, replay_options, supervisor
+from fleet.launch import checkpoint_options, env_report, host_network, live_view, replay_options, supervisor
 from fleet.launch.job_folder import alone_in
 from fleet.launch.parser import Parser, python_arguments
 from fleet.launch.process_plan import (
@@ -482,7 +482,7 @@ def _job_id(asked: str | None) -> str:
 
 def _wants_live_view(asked: str) -> bool:
     has_rich = find_spec("rich") is not None
-    is_terminal = sys.stdout.isatty() and PROCESS_ENVIRONMENT.get("TERM", "") not in ("", "dumb")
+    is_terminal = live_view.is_possible(PROCESS_ENVIRONMENT)
     if asked == "live" and not (has_rich and is_terminal):
         raise ConfigurationError(
             "--view live is not possible here",

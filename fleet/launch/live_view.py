@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fleet.base.clock import wall_time
@@ -21,6 +22,11 @@ PERIOD_S = 1.0
 _ORDINARY = 80, 24
 #: So many lines of the terminal stay for what processes print.
 _KEPT = 6
+
+
+def is_possible(environ: Mapping[str, str]) -> bool:
+    """Say whether this process writes to a terminal that can move its cursor."""
+    return sys.stdout.isatty() and environ.get("TERM", "") not in ("", "dumb", "unknown")
 
 
 class LiveView:

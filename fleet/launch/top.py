@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 
 from fleet.base.clock import SystemClock
+from fleet.base.settings import PROCESS_ENVIRONMENT
 from fleet.errors import ConfigurationError
+from fleet.launch.live_view import is_possible
 from fleet.launch.parser import Parser
 from fleet.launch.sources import Source, source_of
 from fleet.telemetry.live_table import plain, rich_tables, title
@@ -61,7 +62,7 @@ def _show(source: Source, interval_s: float, once: bool) -> None:
 @contextlib.contextmanager
 def _display(live: bool) -> Iterator[Callable[[list[Row], list[TableRow], list[HotId]], None]]:
     """Give a function that shows tables: over the one before on a terminal, else below it."""
-    if not (live and sys.stdout.isatty() and find_spec("rich")):
+    if not (live and is_possible(PROCESS_ENVIRONMENT) and find_spec("rich")):
         yield lambda shown, tables, hot: print(f"{plain(shown, tables, hot)}\n{title(shown)}\n", flush=True)
         return
     from rich.live import Live

@@ -30,7 +30,8 @@ SUFFIX = ".record.jsonl"
 EVENT = "event"
 #: When a file was changed last whose writer could go on no more.
 _GIVEN_UP = 0
-_WORKER = re.compile(r"worker [0-9]+")
+_WORKER = re.compile(r"worker [0-9]{1,9}")
+_NUMBER = re.compile(r"[0-9]{1,9}")
 #: What no server's line lacks.
 _OF_SERVERS = ("version", "parked", "uptime_seconds")
 #: What is a number in any line of a worker, unlike its loss, and what its script has reported.
@@ -323,7 +324,7 @@ def _is_worker(told: object) -> bool:
         and isinstance(staleness, list)
         and are_figures(dict(enumerate(staleness)), (0, 1))
         and isinstance(waited, Mapping)
-        and all(map(str.isdecimal, waited))
+        and all(map(_NUMBER.fullmatch, waited))
         and are_figures(waited)
         and "waits" in told
         and (waits is None or _is_wait(waits))
