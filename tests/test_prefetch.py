@@ -6,15 +6,20 @@ import collections.abc
 import contextlib
 import copy
 import dataclasses
+import fractions
+import functools
+import gc
 import itertools
 import math
 import socket
 import statistics
 import threading
+import types
 import warnings
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -623,7 +628,7 @@ def in_memory(memory: Any, give: Callable[[Any], Any], first: Sequence[int] = (1
 
 def as_ids(batch: Any) -> Batch:
     """What ``lookup`` may do: look for them, and copy them."""
-    if isinstance(batch, Kept | Slotted | Labelled):
+    if hasattr(batch, "ids"):
         batch = batch.ids
     if isinstance(batch, collections.abc.Mapping):
         batch = batch["ids"]
@@ -658,6 +663,34 @@ class Counted:
             batch = Kept(torch.tensor([number, 0]))
             batch.source = self  # type: ignore[attr-defined]
             yield batch
+
+
+class Summed:
+    """Computes something when it is asked for, and keeps it."""
+
+    def __init__(self, ids: Batch) -> None:
+        self.ids = ids
+
+    @functools.cached_property
+    def total(self) -> Batch:
+        return self.ids.sum()
+
+
+@dataclasses.dataclass
+class SummedRecord:
+    ids: Batch
+
+    @functools.cached_property
+    def total(self) -> int:
+        return int(self.ids.sum())
+
+
+def asked_for_later(kind: Callable[[Batch], Any]) -> Iterator[Any]:
+    """Batches of which the iterator asks something once it has given the next."""
+    given = [kind(torch.tensor([number, 0])) for number in range(4)]
+    for each, before in zip(given, [given[0], *given], strict=False):
+        assert before.total >= 0
+        yield each
 
 
 def holding(make: Callable[[], Any]) -> list[tuple[Any, Any]]:
@@ -703,6 +736,9 @@ ONLY_THE_LOOPS: dict[str, Callable[[], Iterable[Any]]] = {
     "one object": lambda: [Kept(torch.tensor([1, 0]))] * 4,
     "a mask of all": lambda: (lambda mask: [(torch.tensor([i, 0]), mask, math.nan) for i in range(4)])(torch.ones(2)),
     "an iterator's own memory": lambda: Counted(),
+    "what an object computes later": lambda: asked_for_later(Summed),
+    "what a dataclass computes later": lambda: asked_for_later(SummedRecord),
+    "objects in a list": lambda: holding(lambda: [object(), np.float32(1), np.datetime64("2026-01-01"), {1}, b"1", 1j]),
     "one array": lambda: [np.array([1, 0])] * 4,
     "two objects by turns": lambda: [Kept(torch.tensor([1, 0])), Kept(torch.tensor([2, 0]))] * 3,
     "new objects of one memory": lambda: (lambda memory: [Kept(memory) for _ in range(4)])(torch.tensor([1, 0])),
@@ -738,15 +774,33 @@ def test_whatever_is_written_over_is_refused(kind: str, options: dict[str, Any])
         trained_by(WRITTEN_OVER[kind], options, changes=False)
 
 
-def beside(memory: Any, give: Callable[[Any, Any], Any]) -> Iterator[Any]:
+def beside(memory: Any, give: Callable[[Any, Any], Any], kind: Callable[[int], Any] = int) -> Iterator[Any]:
     """Batches with ids of their own, whose labels lie in one memory."""
     for number in [1, 1, 2, 3]:
-        memory[0] = number
+        memory[0] = kind(number)
         yield give(torch.tensor([number, 0]), memory)
 
 
 @dataclasses.dataclass
 class Labelled:
+    ids: Any
+    labels: Any
+
+
+class SlotOfBase:
+    __slots__ = "labels"
+    labels: Any
+
+
+class SlotsOfBoth(SlotOfBase):
+    __slots__ = ("__kept", "ids", "unset")
+
+    def __init__(self, ids: Any, labels: Any) -> None:
+        self.ids, self.labels, self.__kept = ids, labels, labels
+
+
+@dataclasses.dataclass(slots=True)
+class RecordOfBoth(SlotOfBase):
     ids: Any
     labels: Any
 
@@ -774,6 +828,31 @@ LABELS_WRITTEN_OVER: dict[str, tuple[Callable[[], Iterable[Any]], str]] = {
         lambda: beside([0], lambda ids, labels: (ids, [{"y": [labels]}])),
         r"\['y'\]\[0\]\[0\]",
     ),
+    "slots of a base": (lambda: beside(torch.zeros(2), SlotsOfBoth), r"batch\._SlotsOfBoth__kept|batch\.labels"),
+    "a dataclass's slots of a base": (lambda: beside([0, 0], RecordOfBoth), r"batch\.labels\[0\]"),
+    "a list in an object": (
+        lambda: beside([0, 0], lambda ids, labels: types.SimpleNamespace(ids=ids, labels=labels)),
+        r"batch\.labels\[0\]",
+    ),
+    "a UserDict's": (
+        lambda: beside(torch.zeros(2), lambda ids, labels: collections.UserDict(ids=ids, y=labels)),
+        r"batch\['y'\]",
+    ),
+    "a UserList in a dict": (
+        lambda: beside(collections.UserList([0, 0]), lambda ids, labels: {"ids": ids, "y": labels}),
+        r"batch\['y'\]\[0\]",
+    ),
+    "a deque": (lambda: beside(collections.deque([0]), lambda ids, labels: (ids, labels)), r"batch\[1\]\[0\]"),
+    "numbers of numpy's in a list": (
+        lambda: beside([0, 0], lambda ids, labels: (ids, labels), np.float32),
+        r"batch\[1\]\[0\]",
+    ),
+    "any objects in a list": (
+        lambda: beside([0, 0], lambda ids, labels: (ids, labels), fractions.Fraction),
+        r"batch\[1\]\[0\]",
+    ),
+    "an array of Python's": (lambda: beside(array("d", [0]), lambda ids, labels: (ids, labels)), r"batch\[1\]"),
+    "bytes": (lambda: beside(bytearray(2), lambda ids, labels: (ids, labels)), r"batch\[1\]"),
 }
 
 
@@ -793,6 +872,85 @@ def test_what_a_batch_has_beside_its_ids_may_not_be_written_over_either(kind: st
 def test_what_nobody_writes_over_is_trained(kind: str, options: dict[str, Any], changes: bool) -> None:
     data = ONLY_THE_LOOPS[kind]
     assert trained_by(data, options, changes) == trained_by(data, None, changes)
+
+
+class Later(Depth):
+    """Asks further ahead once many batches have come."""
+
+    def saw(self, waited_s: float, whole_s: float) -> None:
+        self._batches += 1
+        self.now = 1 if self._batches < 40 else 4
+
+
+def test_memory_that_is_used_again_is_found_when_more_batches_wait_than_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first ones were not far enough ahead for it to show, and nobody looked at labels later."""
+    monkeypatch.setattr("fleet.ps.worker.prefetch.Depth", Later)
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        table = fleet.nn.Embedding(None, 1)
+        strategy = StrategyFactory.create_async_strategy()
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD(table.parameters(), lr=1.0), strategy)
+        fleet_.init_worker()
+        labels = torch.zeros(3)
+
+        def data() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+            for number in range(100):
+                labels[number % 3] = number
+                yield torch.tensor([number]), labels[number % 3]
+
+        for ids, label in fleet_.prefetch(data(), lambda batch: {table: batch[0]}):
+            assert label == ids
+            optimizer.minimize(table(ids).sum())
+
+    with pytest.raises(AssertionError, match=r"(?s)was overwritten before its turn.*batch\[1\]"):
+        run_job(body)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("how", ["break", "return", "raise", "close", "end", "an error of its own"])
+@pytest.mark.pairs
+def test_an_iterator_is_let_go_when_its_loop_ends(how: str, options: dict[str, Any]) -> None:
+    """As in a loop of Python's own: worker processes and open files stayed until garbage was collected."""
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        table = fleet.nn.Embedding(9, 1)
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD(table.parameters(), lr=1.0))
+        fleet_.init_worker()
+        ended = []
+
+        def data() -> Iterator[torch.Tensor]:
+            try:
+                for number in range(1 if how == "end" else 8):
+                    yield torch.tensor([number])
+                    if how == "an error of its own" and number == 2:
+                        raise KeyError(number)
+            finally:
+                ended.append(True)
+
+        def loop() -> None:
+            batches = fleet_.prefetch(data(), lambda ids: {table: ids}, **options)
+            for ids in batches:
+                optimizer.minimize(table(ids).sum())
+                if how == "break":
+                    break
+                if how == "return":
+                    return
+                if how == "raise":
+                    raise KeyError
+                if how == "close":
+                    cast(Any, batches).close()
+
+        is_collecting = gc.isenabled()
+        gc.disable()
+        try:
+            with contextlib.suppress(KeyError):
+                loop()
+            assert ended
+        finally:
+            if is_collecting:
+                gc.enable()
+
+    run_job(body)
 
 
 # --- Wrong arguments --------------------------------------------------------------------------------------------------

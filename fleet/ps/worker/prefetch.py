@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Generic, TypeAlias, TypeVar
 from weakref import WeakSet
@@ -291,11 +292,11 @@ class _Coming(Generic[Batch]):
     begin anew, and up to the first that cannot be had, whose error is for its turn."""
 
     def __init__(self, worker: WorkerRuntime, batches: Iterable[Batch], lookup: LookedUp[Batch]) -> None:
-        self._worker = worker
         self._batches = iter(batches)
-        self._lookup = lookup
         self._is_over = False
         self._error: Exception | None = None
+        # No method of its own, which would keep it, and the iterator with it, until garbage is collected.
+        self._asking = partial(_asked, worker, lookup)
         self._ahead = BatchesAhead(self._asking)
 
     def until(self, depth: int, queue: deque[Any]) -> Iterator[tuple[Batch, list[Wanted]]]:
@@ -318,9 +319,6 @@ class _Coming(Generic[Batch]):
         """Note that the first of the batches that were read is the loop's now."""
         self._ahead.take()
 
-    def _asking(self, batch: Batch) -> list[Wanted]:
-        return _wanted(self._worker, self._lookup(batch))
-
     @contextmanager
     def in_its_turn(self, later: deque[Any] | None = None) -> Iterator[None]:
         """Keep what is wrong with a batch until those before it are done. Of those that were read ``later`` none is."""
@@ -338,7 +336,8 @@ class _Coming(Generic[Batch]):
             raise error
 
 
-def _wanted(worker: WorkerRuntime, asked: object) -> list[Wanted]:
+def _asked(worker: WorkerRuntime, lookup: LookedUp[Batch], batch: Batch) -> list[Wanted]:
+    asked: object = lookup(batch)
     if not isinstance(asked, Mapping):
         raise ArgumentTypeError("lookup(batch) must return a dict of ids by embedding module", got=type(asked).__name__)
     asking: list[Wanted] = []
