@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
+from array import array
+from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, is_dataclass
+from functools import cached_property
 from itertools import islice
+from types import MemberDescriptorType
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -22,11 +26,15 @@ NONE: Any = object()
 
 #: So many parts of a batch are looked at, and of one list: memory that is used again shows in the first ones.
 _MOST_PARTS, _MOST_OF_A_LIST = 256, 64
-#: What an iterator does with memory shows in its first reads: so many, and more where more batches wait. Then all of a
-#: batch is looked at, of each part so many numbers at its beginning and at its end; later its ids are.
+#: What an iterator does with memory shows in its first reads, and in the first when more batches wait than ever before:
+#: so many, and more where more wait. Then all of a batch is looked at, of each part so many numbers at its beginning
+#: and at its end; later its ids are.
 _WATCHED, _SAMPLE = 16, 4096
 #: Python has one object for all that are equal.
-_PLAIN = (type(None), bool, int, float, str, bytes)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+#: What numbers lie in, and what other parts of a batch do.
+_DATA = (torch.Tensor, np.ndarray, np.generic, bytearray, array)
+_CONTAINERS = (dict, list, tuple, deque, UserDict, UserList)
 
 
 @dataclass
@@ -52,7 +60,8 @@ class BatchesAhead(Generic[Batch]):
     def __init__(self, lookup: Callable[[Batch], Sequence[Wanted]]) -> None:
         self._lookup = lookup
         self._waiting = deque[_Waiting[Batch]]()
-        self._reads = 0
+        #: how many have waited at once, and how many reads are still watched
+        self._most, self._watched = 0, _WATCHED
 
     def add(self, batch: Batch, wanted: Sequence[Wanted]) -> None:
         """Note the batch that was read."""
@@ -60,7 +69,10 @@ class BatchesAhead(Generic[Batch]):
         is_shared = any(_meet(each, batch, memory) for each in self._waiting)
         names = [each.handle.name for each in wanted]
         self._waiting.append(_Waiting(batch, names, _ids(wanted), memory, is_shared=is_shared))
-        self._reads += 1
+        self._watched -= 1
+        if len(self._waiting) > self._most:  # so it may be that one is written over for the first time
+            self._most = len(self._waiting)
+            self._watched = max(_WATCHED, 2 * self._most)
 
     def take(self) -> None:
         """Note that the first one is the loop's now, which may do with it what it likes."""
@@ -68,7 +80,7 @@ class BatchesAhead(Generic[Batch]):
 
     def look(self) -> None:
         """Note how they are before the next one is asked for."""
-        is_watched = self._reads <= max(_WATCHED, 2 * len(self._waiting))
+        is_watched = self._watched >= 0
         for each in self._waiting:
             each.versions = _versions(each.memory)
             each.looks = _looks(each.batch) if is_watched else None
@@ -142,7 +154,7 @@ def _memory(batch: object, wanted: Sequence[Wanted]) -> dict[int, Any]:
             found[part.ctypes.data] = part
         elif isinstance(part, dict):
             parts.extend(islice(dict.values(part), _MOST_PARTS))
-        elif isinstance(part, list | tuple):
+        elif isinstance(part, list | tuple | deque):
             parts.extend(islice(part, _MOST_OF_A_LIST))
         else:
             parts.extend(value for _, value in _attributes(part))
@@ -151,44 +163,76 @@ def _memory(batch: object, wanted: Sequence[Wanted]) -> dict[int, Any]:
 
 def _looks(batch: object) -> dict[str, Any]:
     """Return what the parts of a batch look like, by where they are in it: of containers and what they hold, and of an
-    object its tensors and arrays."""
+    object its tensors, arrays and containers."""
     found: dict[str, Any] = {}
     holders = deque[Iterable[tuple[str, Any]]]([[("", batch)]])
     for _ in range(_MOST_PARTS):  # lists in lists would be many more, or without end where one holds itself
         if not holders:
             break
         for at, part in holders.popleft():
-            if isinstance(part, torch.Tensor):
-                found[at] = _sample(part)
-            elif isinstance(part, np.ndarray):
-                found[at] = (part.shape, part.flat[:_SAMPLE].tobytes(), part.flat[-_SAMPLE:].tobytes())
-            elif isinstance(part, _PLAIN):
-                found[at] = part
+            if _holds_data(part) or (part is batch and not isinstance(part, _DATA)):
+                holders.append(_parts(at, part))
             else:
-                holders.append(_parts(at, part, is_batch=part is batch))
+                found[at] = _look(part)
             if len(found) == _MOST_PARTS:
                 return found
     return found
 
 
-def _parts(at: str, holder: object, *, is_batch: bool) -> Iterator[tuple[str, Any]]:
+def _holds_data(part: object) -> bool:
+    """Say whether all that something holds is a part of a batch: another object may hold what is its iterator's own."""
+    return isinstance(part, _CONTAINERS) or (is_dataclass(part) and not isinstance(part, type))
+
+
+def _look(part: Any) -> Any:
+    if isinstance(part, torch.Tensor):
+        return _sample(part)
+    if isinstance(part, np.ndarray):
+        return part.shape, part.flat[:_SAMPLE].tobytes(), part.flat[-_SAMPLE:].tobytes()
+    if isinstance(part, np.generic):
+        return part.dtype, part.tobytes()
+    if isinstance(part, bytearray | array):
+        view = memoryview(part).cast("B")
+        return len(view), bytes(view[:_SAMPLE]), bytes(view[-_SAMPLE:])
+    return part if isinstance(part, _PLAIN) else _Object(part)
+
+
+@dataclass(frozen=True)
+class _Object:
+    """Stands for something that is looked at no closer than whether it is the same."""
+
+    itself: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Object) and other.itself is self.itself
+
+
+def _parts(at: str, holder: Any) -> Iterator[tuple[str, Any]]:
     """Yield what something in a batch holds, and where."""
-    if isinstance(holder, dict):
-        yield from ((f"{at}[{key!r}]", each) for key, each in islice(dict.items(holder), _MOST_PARTS))
-    elif isinstance(holder, list | tuple):
+    if isinstance(holder, dict | UserDict):
+        held = holder.data if isinstance(holder, UserDict) else holder
+        yield from ((f"{at}[{key!r}]", each) for key, each in islice(dict.items(held), _MOST_PARTS))
+    elif isinstance(holder, _CONTAINERS):
         yield from ((f"{at}[{index}]", each) for index, each in enumerate(islice(holder, _MOST_OF_A_LIST)))
-    elif is_dataclass(holder):
-        yield from ((f"{at}.{name}", each) for name, each in _attributes(holder))
-    elif is_batch:  # what else it holds may be its iterator's own
-        both = (torch.Tensor, np.ndarray)
-        yield from ((f"{at}.{name}", each) for name, each in _attributes(holder) if isinstance(each, both))
+    else:
+        is_record, kind = is_dataclass(holder), type(holder)
+        for name, each in _attributes(holder):
+            is_made_when_asked_for = isinstance(getattr(kind, name, None), cached_property)
+            if not is_made_when_asked_for and (is_record or isinstance(each, (*_DATA, *_CONTAINERS))):
+                yield f"{at}.{name}", each
 
 
 def _attributes(part: object) -> list[tuple[str, Any]]:
+    """Return what an object holds, in slots of its class and of those that this derives from, too."""
     if isinstance(part, type):
         return []
-    slots = [(name, getattr(part, name, None)) for name in getattr(type(part), "__slots__", ())]
-    return [*getattr(part, "__dict__", {}).items(), *slots]
+    found = list(getattr(part, "__dict__", {}).items())
+    for kind in type(part).__mro__:
+        for name, slot in list(vars(kind).items()) if "__slots__" in vars(kind) else ():
+            if isinstance(slot, MemberDescriptorType):
+                with suppress(AttributeError):  # as nothing is there yet
+                    found.append((name, slot.__get__(part)))
+    return found
 
 
 def _sample(tensor: torch.Tensor) -> Any:
