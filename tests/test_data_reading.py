@@ -270,14 +270,25 @@ def test_another_reading_cannot_go_on(files: list[str], change: dict[str, Any], 
         (3, ArgumentTypeError, "a state must be what state_dict"),
         ({}, ConfigurationError, "not the state of a dataset; .*no 'done'"),
         ({"epoch": "1"}, ArgumentTypeError, "epoch must be an int"),
+        ({"epoch": 3, "piece": None}, ArgumentTypeError, "piece must be an int"),
+        ({"epoch": 3, "row": -1}, ConfigurationError, "row is out of range"),
+        ({"epoch": 3, "done": 1.0}, ArgumentTypeError, "done must be an int"),
+        ({"epoch": 3, "settings": None}, ConfigurationError, "not the state of a dataset; .*settings of .*NoneType"),
+        ({"epoch": 3, "settings": [1]}, ConfigurationError, "not the state of a dataset; .*settings of .*list"),
     ],
 )
 def test_what_is_no_state(files: list[str], state: Any, error: type[Exception], message: str) -> None:
-    reading = MultiSlot(files, COLUMNS)
+    """It is refused at once, and the dataset is where it was."""
+    reading = MultiSlot(files, COLUMNS, batch_size=10)
+    batches = iter(reading)
+    next(batches)
+    there = reading.state_dict()
     if isinstance(state, dict) and state:
-        state = {**reading.state_dict(), **state}
+        state = {**there, **state}
     with pytest.raises(error, match=message):
         reading.load_state_dict(state)
+    assert reading.state_dict() == there
+    assert numbers([next(batches)])[0] == 10
 
 
 # ---------------------------------------------------------------------------------------------- worker processes

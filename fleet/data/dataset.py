@@ -154,7 +154,15 @@ class SampleFiles(IterableDataset[Batch], ABC):
             raise ConfigurationError(
                 "this is not the state of a dataset", expected="what state_dict() returned", got=f"no {missing[0]!r}"
             )
-        self._shared[_EPOCH] = _checked_int("epoch", state["epoch"])
+        if not isinstance(state["settings"], Mapping):
+            raise ConfigurationError(
+                "this is not the state of a dataset",
+                expected="what state_dict() returned",
+                got=f"settings of the type {type(state['settings']).__name__}",
+            )
+        epoch = _checked_int("epoch", state["epoch"])
+        _position_of(state)
+        self._shared[_EPOCH] = epoch
         self._loaded = dict(state)
 
     def collate(self, samples: Sequence[Batch]) -> Batch:
@@ -285,8 +293,12 @@ def _position_in(state: Mapping[str, Any], settings: Mapping[str, Any], reader: 
                 f"this reading cannot go on from that state: {_MEANING.get(name, name)} differs",
                 expected=f"{then!r}, as it was",
                 got=repr(now),
-                todo="Go on with the same files and arguments, or begin the epoch anew with set_epoch().",
+                todo="Go on with the same files and arguments, or with another epoch by set_epoch().",
             )
+    return _position_of(state)
+
+
+def _position_of(state: Mapping[str, Any]) -> Position:
     return Position(*(_checked_int(name, state[name]) for name in ("piece", "row", "done")))
 
 
