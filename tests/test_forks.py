@@ -27,6 +27,7 @@ def found(prepared: Prepared) -> dict[str, Any]:
 def test_a_forked_child_does_not_train(found: dict[str, Any], job: str) -> None:
     for call, told in found[job]["child"]["told"].items():
         assert "in a forked child of a worker, which is no member of the job" in told, call
+        assert "this call" not in told, call
     assert (found[job]["row"], found[job]["steps"]) == (11.0, 2)
 
 

@@ -65,6 +65,8 @@ def job(fleet_: Fleet, strategy: str) -> dict[str, Any]:
 
     optimizer.minimize(loss(1))
     fleet_.barrier_worker()
+    begun: Any = fleet_.prefetch([torch.tensor([7])] * 3, lambda ids: {table: ids})
+    next(begun)
 
     def child() -> dict[str, Any]:
         calls: Mapping[str, Callable[[], object]] = {
@@ -75,6 +77,7 @@ def job(fleet_: Fleet, strategy: str) -> dict[str, Any]:
             "save_persistables": lambda: fleet_.save_persistables("nowhere"),
             "summary": fleet_.summary,
             "prefetch": lambda: next(iter(fleet_.prefetch([torch.tensor([7])], lambda ids: {table: ids}))),
+            "prefetch()": lambda: next(begun),
             "add_param_group": lambda: optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]}),
             "stop_worker": fleet_.stop_worker,
         }
@@ -83,6 +86,7 @@ def job(fleet_: Fleet, strategy: str) -> dict[str, Any]:
         return {"told": found, "row": told(lambda: table(torch.tensor([7])).item()), "step": fleet_.resume_step()}
 
     of_child = in_a_fork(child)
+    begun.close()
     optimizer.zero_grad()
     loss(10).backward()
     optimizer.step()

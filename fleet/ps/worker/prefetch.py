@@ -152,6 +152,7 @@ def _fetched(
 
     try:
         while True:
+            worker.turns.refuse_fork("prefetch()")
             depth = depth if chosen is None else chosen.now
             for batch, wanted in coming.until(worker.rows.reach(depth), queue):
                 with coming.in_its_turn():
