@@ -476,6 +476,35 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 todo="To have none, begin a new job.",
             )
 
+    def __getattr__(self, name: str) -> Any:
+        """Give what a wrapped optimizer has of its own and torch's have not, such as ``train()`` and ``eval()`` of a
+        schedule-free one, which libraries call if they are there."""
+        holder = self._holder(name)
+        if holder is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(holder, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set what a wrapped optimizer has of its own there, where its step reads it."""
+        holder = None if name in vars(self) or hasattr(type(self), name) else self._holder(name)
+        if holder is None:
+            super().__setattr__(name, value)
+        else:
+            setattr(holder, name, value)
+
+    def _holder(self, name: str) -> torch.optim.Optimizer | None:
+        """Return the wrapped optimizer that has an attribute of its own, if one has."""
+        # What begins with an underscore tells torch what an optimizer can do, such as skip steps for a GradScaler.
+        if name.startswith("_") or not vars(self).get("_constructed"):
+            return None
+        holders = [optimizer for optimizer in self._wrapped if hasattr(optimizer, name)]
+        if len(holders) > 1:
+            kinds = " and ".join(type(optimizer).__name__ for optimizer in holders)
+            raise AttributeError(
+                f"{kinds} have {name!r} each. Take it from the one that was handed to fleet.distributed_optimizer()."
+            )
+        return holders[0] if holders else None
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as in torch, to the last of the wrapped optimizers. In a running job every worker does so after
         the same step, and waits for worker 0, whose values win for the new parameters too."""

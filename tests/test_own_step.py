@@ -296,3 +296,106 @@ def test_one_that_steps_here_is_called(mode: str, when: str, net: Net) -> None:
     inner = parts(alone)
     (got,) = run_job(body)
     assert_close(got, train(alone, inner, inner[1]))
+
+
+class Averaging(torch.optim.Optimizer):
+    """Shows an average of its points for evaluation, as schedule-free optimizers do."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        self.weight = 0.5
+        self.is_training = True
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for param in self.param_groups[0]["params"]:
+            other = self.state[param].setdefault("other", param.clone())
+            kept = param.clone()
+            param.copy_(other)
+            other.copy_(kept)
+        self.is_training = not self.is_training
+
+    def train(self) -> None:
+        if not self.is_training:
+            self._swap()
+
+    def eval(self) -> None:
+        if self.is_training:
+            self._swap()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert self.is_training
+        for param in self.param_groups[0]["params"]:
+            other = self.state[param].setdefault("other", param.clone())
+            param.sub_(param.grad, alpha=self.param_groups[0]["lr"])
+            other.lerp_(param, self.weight)
+
+
+def averaged(optimizer: Any, model: Net, step_of: Callable[[int], torch.Tensor], optional: bool) -> list[torch.Tensor]:
+    """Train as libraries do, which call ``train`` and ``eval`` where there are such, and change an option under way."""
+    seen = []
+    for step in range(STEPS):
+        if not optional or hasattr(optimizer, "train"):
+            optimizer.train()
+        optimizer.zero_grad()
+        step_of(step).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        if step == 1:
+            optimizer.weight = 0.25
+        if not optional or hasattr(optimizer, "eval"):
+            optimizer.eval()
+        seen += values(model.dense)
+    return seen
+
+
+@pytest.mark.parametrize("optional", [False, True])
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("mode", [name for name in HERE if name.endswith(" sync")])
+def test_what_an_optimizer_has_of_its_own_is_there(net: Net, mode: str, workers: int, optional: bool) -> None:
+    plain = copy.deepcopy(net)
+    expected = averaged(Averaging(plain.dense.parameters(), lr=0.1), plain, plain.loss, optional)
+
+    def body(fleet: Fleet, index: int) -> list[torch.Tensor]:
+        model = copy.deepcopy(net)
+        given = [torch.optim.SGD(model.table.parameters(), lr=0.0), Averaging(model.dense.parameters(), lr=0.1)]
+        optimizer = fleet.distributed_optimizer(given, MODES[mode](), model=model)
+        fleet.init_worker()
+        return averaged(optimizer, model, model.loss, optional)
+
+    for got in run_job(body, workers):
+        assert_close(got, expected)
+
+
+def test_what_an_optimizer_has_of_its_own_is_there_in_collective_jobs(net: Net) -> None:
+    plain = copy.deepcopy(net)
+    own = Averaging(plain.dense.parameters(), lr=0.1)
+    expected = averaged(own, plain, lambda step: plain.dense(torch.full((2, 4), step / STEPS)).sum(), optional=True)
+    fleet = Fleet(environ={})
+    fleet.init(UserDefinedCollectiveRoleMaker(0, ["127.0.0.1:9"]))
+    optimizer = fleet.distributed_optimizer(Averaging(net.dense.parameters(), lr=0.1), model=net.dense)
+    fleet.init_worker()
+    got = averaged(optimizer, net, lambda step: net.dense(torch.full((2, 4), step / STEPS)).sum(), optional=True)
+    fleet.stop_worker()
+    assert_close(got, expected)
+
+
+def test_what_several_optimizers_have_is_taken_from_one_of_them(net: Net) -> None:
+    halves = [Averaging(net.dense[0].parameters(), lr=0.1), Averaging(net.dense[2].parameters(), lr=0.1)]
+    fleet = Fleet(environ={})
+    fleet.init()
+    optimizer = fleet.distributed_optimizer(halves, MODES["all_reduce sync"](), model=net)
+    for use in (lambda: optimizer.eval(), lambda: setattr(optimizer, "weight", 0.1)):
+        with pytest.raises(AttributeError, match=r"Averaging and Averaging have '(eval|weight)' each.*handed to fleet"):
+            use()
+    assert not hasattr(optimizer, "evaluate")
+
+
+def test_what_torch_asks_an_optimizer_is_answered_for_the_job(net: Net) -> None:
+    """A fused optimizer tells a GradScaler that it skips steps, which servers do not."""
+    adam = torch.optim.Adam(net.dense.parameters(), lr=0.1, fused=True)
+    fleet = Fleet(environ={})
+    fleet.init()
+    optimizer = fleet.distributed_optimizer(adam, model=net.dense)
+    assert adam._step_supports_amp_scaling  # type: ignore[attr-defined]
+    assert not hasattr(optimizer, "_step_supports_amp_scaling")
