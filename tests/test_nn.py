@@ -557,11 +557,12 @@ def test_the_padding_row_of_torchs_own_keeps_its_value(mover: str) -> None:
 
 
 class MyEmbedding(torch.nn.Embedding):
-    pass
+    def half(self) -> torch.Tensor:
+        return self.weight / 2
 
 
 class MyBag(torch.nn.EmbeddingBag):
-    pass
+    scale = 2.0
 
 
 REFUSED: dict[str, Callable[[], torch.nn.Module]] = {

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, SupportsIndex, cast
 
 import torch
 import torch.nn.functional as F
@@ -333,19 +333,55 @@ class _RemoteEmbeddingBag(_Remote, torch.nn.EmbeddingBag):
         return _bag(self, input, found_for(asked), offsets, per_sample_weights)
 
 
+#: What torch's classes become, and others that begin in their own way and look rows up as torch's do.
 _REMOTE: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
     torch.nn.Embedding: _RemoteEmbedding,
     torch.nn.EmbeddingBag: _RemoteEmbeddingBag,
 }
 
-
 #: Every class that can stand in front of a table, before it went remote and after.
 EMBEDDINGS = (Embedding, _RemoteEmbedding, torch.nn.Embedding)
 BAGS = (EmbeddingBag, _RemoteEmbeddingBag, torch.nn.EmbeddingBag)
 
+#: What a class may have of its own and do nothing but look up.
+_BEGINNING = {"__init__", "reset_parameters", "extra_repr", "__constants__"}
+#: What Python gives a class.
+_OF_PYTHON = {*vars(type("", (), {"__annotations__": {}})), "__firstlineno__", "__static_attributes__", "__annotate__"}
+
 
 def is_remote(module: object) -> bool:
     return isinstance(module, Embedding | EmbeddingBag | _RemoteEmbedding | _RemoteEmbeddingBag)
+
+
+def looks_up_as(module: torch.nn.Module) -> type[torch.nn.Module] | None:
+    """Return the class of torch's or Fleet's as which an embedding looks rows up, if it does nothing else: that is its
+    own, or one that it differs from in how it begins alone."""
+    for kind in type(module).__mro__:
+        if kind in EMBEDDINGS or kind in BAGS:
+            return kind
+        if kind not in _REMOTE.values() and not vars(kind).keys() <= _BEGINNING | _OF_PYTHON:
+            return None
+    return None
+
+
+def _remote_kind(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """Return what a class becomes that looks up as one of torch's does."""
+    if kind not in _REMOTE:
+        (of_torch,) = {base for base in (torch.nn.Embedding, torch.nn.EmbeddingBag) if issubclass(kind, base)}
+        named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__reduce_ex__": _reduced}
+        _REMOTE[kind] = type(kind.__name__, (_REMOTE[of_torch], kind), named)
+    return _REMOTE[kind]
+
+
+def _reduced(module: torch.nn.Module, protocol: SupportsIndex) -> tuple[Any, ...]:
+    """Say how a copy is made: its class is found by the one that it was made of."""
+    made = object.__reduce_ex__(module, protocol)
+    return (_blank, (type(module).__bases__[1],), *made[2:])
+
+
+def _blank(kind: type[torch.nn.Module]) -> torch.nn.Module:
+    remote = _remote_kind(kind)
+    return remote.__new__(remote)
 
 
 #: How an embedding is kept on the workers.
@@ -357,10 +393,10 @@ def check_remote(module: torch.nn.Module, name: str) -> None:
     kind = type(module)
     if issubclass(kind, Embedding | EmbeddingBag):
         return
-    if kind not in (*_REMOTE, *_REMOTE.values()):
+    if looks_up_as(module) is None:
         raise UnsupportedError(
             f"{name!r} is a {kind.__name__}, which may do more than look up, and cannot go remote",
-            expected="torch.nn.Embedding or torch.nn.EmbeddingBag themselves",
+            expected="torch.nn.Embedding or torch.nn.EmbeddingBag, or a class that has no more than another __init__",
             todo=f"Use those or fleet.nn.Embedding, or {_STAYS}.",
         )
     check_options(module, name)
@@ -397,8 +433,8 @@ def make_remote(module: torch.nn.Module) -> None:
     """Turn a ``torch.nn`` embedding into a remote one, in place: the module and its ``weight``
     keep their identity, and the class stays a subclass of what it was."""
     source: Any = module
-    if type(module) in _REMOTE:
-        module.__class__ = _REMOTE[type(module)]
+    if not is_remote(module):
+        module.__class__ = _remote_kind(type(module))
         # Of the module alone, since a class is pickled by its own: torch.fx takes as a whole what says that it is
         # torch's, with the hooks of a user, which would see no values while it is traced.
         module.__module__ = torch.nn.Embedding.__module__

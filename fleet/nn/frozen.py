@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from fleet.errors import ArgumentTypeError, UnsupportedError
-from fleet.nn.embedding import BAGS, EMBEDDINGS
+from fleet.nn.embedding import BAGS, EMBEDDINGS, looks_up_as
 from fleet.nn.embedding_group import EmbeddingGroup
 from fleet.nn.jagged import bag_parts, flat, like
 
@@ -183,9 +183,10 @@ def _lying_as(given: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 def _frozen(name: str, module: torch.nn.Module, table: FrozenTable) -> torch.nn.Module:
-    if type(module) in EMBEDDINGS:
+    kind = looks_up_as(module)
+    if kind in EMBEDDINGS:
         return FrozenEmbedding(module, table)
-    if type(module) in BAGS:
+    if kind in BAGS:
         return FrozenEmbeddingBag(module, table)
     raise _unknown_class(name, module, "fleet.nn's or torch.nn's own Embedding or EmbeddingBag")
 

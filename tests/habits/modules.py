@@ -272,6 +272,74 @@ def _(s: Script) -> None:
     s.step(2)
 
 
+class Token(nn.Embedding):
+    """Begins in its own way, as embeddings of papers do."""
+
+    def __init__(self, rows: int, sparse: bool) -> None:
+        super().__init__(rows, DIM, padding_idx=0, sparse=sparse)
+
+    def reset_parameters(self) -> None:
+        self.weight.data.normal_(0, 1.0 / self.embedding_dim)
+        if self.padding_idx is not None:
+            self.weight.data[self.padding_idx].fill_(0)
+
+
+def of_tokens(sparse: bool) -> nn.Module:
+    model = Net(sparse)
+    model.table = Token(ROWS, sparse)
+    return model
+
+
+@as_in_torch(
+    "a subclass of `nn.Embedding` with an `__init__`, `reset_parameters` or `extra_repr` of its own",
+    make=of_tokens,
+    everywhere=True,
+)
+def _(s: Script) -> Any:
+    s.step(2)
+    copied = copy.deepcopy(s.model)
+    again = pickle.loads(pickle.dumps(copied))
+    return [isinstance(s.model.table, Token), type(copied.table).__name__, again.table(ALL[:4]), s.model.state_dict()]
+
+
+@as_in_torch("the same, as an `nn.EmbeddingBag`", make=lambda sparse: of_bags(sparse))
+def _(s: Script) -> Any:
+    s.step(2)
+    return [isinstance(s.model.table, TokenBag), s.model.table.weight[:3], repr(copy.deepcopy(s.model.table))]
+
+
+class TokenBag(nn.EmbeddingBag):
+    def reset_parameters(self) -> None:
+        nn.init.uniform_(self.weight, -0.1, 0.1)
+
+
+def of_bags(sparse: bool) -> nn.Module:
+    model = Net(sparse)
+    model.table = TokenBag(ROWS, DIM, mode="sum", sparse=sparse)
+    model.hidden = nn.Linear(DIM, 5, bias=False)
+    return model
+
+
+@refused(
+    "the same with a `forward` or a method of its own",
+    "may do more than look up",
+    make=lambda sparse: scaled(sparse),
+    before=None,
+)
+def _(s: Script) -> None:
+    s.begin()
+
+
+def scaled(sparse: bool) -> nn.Module:
+    class Scaled(nn.Embedding):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(input)
+
+    model = Net(sparse)
+    model.table = Scaled(ROWS, DIM, sparse=sparse)
+    return model
+
+
 @as_in_torch("`padding_idx`, positive or negative", make=lambda sparse: padded(sparse), everywhere=True)
 def _(s: Script) -> Any:
     s.step(2)

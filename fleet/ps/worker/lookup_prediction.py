@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from fleet.base.turns import PerThread, Turns
 from fleet.errors import UnsupportedError
 from fleet.nn import EmbeddingGroup
-from fleet.nn.embedding import BAGS, EMBEDDINGS, is_remote
+from fleet.nn.embedding import is_remote, looks_up_as
 from fleet.nn.handle import Wanted
 from fleet.numeric.compiler import uncompiled
 from fleet.ps.worker.lookups import Prefetched
@@ -260,7 +260,8 @@ def _parts(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [
         module
         for module in model.modules()
-        if type(module) not in (*EMBEDDINGS, *BAGS, EmbeddingGroup)
+        if looks_up_as(module) is None
+        and type(module) is not EmbeddingGroup
         and (module is model or any(map(is_remote, module.modules())))
     ]
 
