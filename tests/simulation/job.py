@@ -355,7 +355,7 @@ class Simulation:
             if worker not in told.through:
                 begin, heard = here.resume_step(), sum(each == worker for each, _ in told.done)
                 told.begins.append((worker, begin, heard))
-                told.begun |= {(worker, step) for step in range(went_on_at)}
+                told.begun |= {(worker, step) for step in range(begin if self._goes_on else 0)}
                 acts.begin(begin, heard)
             saving = self._checkpoints(here, acts.state)
             if 0 < setting.grows_at < begin and not has_grown:  # it was killed later than that
