@@ -6,6 +6,7 @@ import errno
 import gc
 import itertools
 import os
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from inside import abandon, tiny_tiers
 
+from fleet.base.file_lock import locked
 from fleet.errors import CheckpointError, ConfigurationError, TableFileError
 from fleet.numeric.ids import gather, scatter
 from fleet.numeric.pages import Room
@@ -389,6 +391,31 @@ def test_each_part_of_a_scan_may_be_asked_for_again(stores: TieredStores) -> Non
     assert found == {*range(300)}
 
 
+def test_the_last_part_of_a_scan_has_the_same_rows_when_its_answer_was_lost(
+    stores: TieredStores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows are written to meanwhile, and others come: they are found for a while, and then whoever asks is told."""
+    monkeypatch.setattr(row_file, "_LAST_PATIENCE", 8, raising=False)
+    store = new_store(stores)
+    put(store, 0, 1500)
+    _, place = store.scan(0, 1, ["weight"])
+    put(store, 1500, 1500)
+    while place is not None and place & 3 != 3:  # up to what has left memory since
+        _, place = store.scan(place, 1, ["weight"])
+    assert place is not None
+    (ids, _), following = store.scan(place, 100_000, ["weight"])
+    assert following is None
+    expected = {id for id in ids.tolist() if id < 1500}
+    assert expected
+    store.remove(np.arange(1500, 3000))
+    store.write(store.insert(np.array(sorted(expected))))
+    (again, _), _ = store.scan(place, 100_000, ["weight"])
+    assert {*again.tolist()} >= expected
+    put(store, 10_000, 5000)
+    with pytest.raises(CheckpointError, match="no longer read"):
+        store.scan(place, 100_000, ["weight"])
+
+
 def test_a_part_of_a_scan_has_not_all_rows_that_memory_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part becomes a piece of a checkpoint, or a message to another server."""
     monkeypatch.undo()  # there is room
@@ -674,6 +701,46 @@ def test_what_a_killed_server_has_left_goes_when_the_next_one_starts(tmp_path: P
     living.close()
     after.close()
     assert [each.name for each in tmp_path.iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize("rest", [".fleet-rows-one-abc", "fleet-rows-one-abc"])
+def test_a_server_that_is_killed_as_it_starts_leaves_nothing_for_long(tmp_path: Path, rest: str) -> None:
+    (tmp_path / rest).mkdir()
+    TieredStores(tmp_path, "one", MIB, 10.0).close()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("moment", ["before it is locked", "as it is named"])
+def test_servers_that_start_together_leave_each_other_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """One takes the folder that the other has just made for what a killed one has left."""
+    made, taken = tempfile.mkdtemp, list[Path]()
+
+    def meanwhile() -> None:
+        if not taken:
+            (folder,) = tmp_path.glob(".fleet-rows-one-*")
+            folder.rmdir()
+            taken.append(folder)
+
+    def makes(**options: Any) -> str:
+        folder = made(**options)
+        if moment == "before it is locked":
+            meanwhile()
+        return folder
+
+    def locks(descriptor: int) -> bool | None:
+        if moment == "as it is named":
+            meanwhile()
+        return locked(descriptor)
+
+    monkeypatch.setattr(tiers, "locked", locks)
+    monkeypatch.setattr(tempfile, "mkdtemp", makes)
+    stores = TieredStores(tmp_path, "one", MIB, 10.0)
+    put(new_store(stores), 0, 1000)
+    assert taken
+    stores.close()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_server_that_is_interrupted_as_it_starts_leaves_nothing(

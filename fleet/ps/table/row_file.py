@@ -45,8 +45,8 @@ _LIVE_PART = 0.5
 
 #: After so many segments a scan is given up that nobody goes on with.
 _PATIENCE = 4096
-#: So many scans that are over are known.
-_REMEMBERED = 64
+#: For so many segments the last part of a scan may be asked for again, as the answer was lost.
+_LAST_PATIENCE = 32
 
 Lines = npt.NDArray[np.uint8]
 
@@ -188,8 +188,6 @@ class RowFile:
         self._open = -1
         #: scans under way: the newest segment when each began, and the one at which it is given up
         self._scans: dict[int, int] = {}
-        #: the last ones that came to their end
-        self._ended: deque[int] = deque(maxlen=_REMEMBERED)
         self._waiting: deque[tuple[int, Future[None]]] = deque()
         #: By segment: where it is in memory, or 0; its age, -1 if it is used no more; how many records it has room for,
         #: its records, and the live ones.
@@ -277,7 +275,7 @@ class RowFile:
             )
         memory = np.zeros((places, layout.size), np.uint8)
         for begun in [begun for begun, until in self._scans.items() if until <= self._ages]:
-            self._forget_scan(begun)
+            self.give_up(begun)
         made = self._segments[number] = _Segment(layout, self._ages, memory=memory)
         self._ages += 1
         self._open = number
@@ -416,7 +414,7 @@ class RowFile:
     def keep_after(self, age: int) -> None:
         """Keep segments that were begun after a scan, dead or not, as it goes through them. One that does not ask again
         for long has been given up."""
-        if age not in self._scans and age not in self._ended:
+        if age not in self._scans:
             raise CheckpointError(
                 "rows are no longer read from where they were read before",
                 where=str(self.path),
@@ -427,11 +425,11 @@ class RowFile:
         self._scans[age] = self._ages + _PATIENCE
 
     def let_go(self, age: int) -> None:
-        """Note that this scan is over. Its last part may be asked for again, as the answer was lost."""
-        self._ended.append(age)
-        self._forget_scan(age)
+        """Note that this scan is over, but for its last part, which may be asked for again."""
+        self._scans[age] = self._ages + _LAST_PATIENCE
 
-    def _forget_scan(self, age: int) -> None:
+    def give_up(self, age: int) -> None:
+        """Note that nobody goes on with this scan."""
         self._scans.pop(age, None)
         for number, segment in list(self._segments.items()):
             self._drop_if_dead(number, segment)

@@ -130,11 +130,7 @@ class TieredStores:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             _remove_abandoned(directory)
-            prefix = f"{_PREFIX}{re.sub('[^A-Za-z0-9.]+', '-', owner)}-"
-            made = Path(tempfile.mkdtemp(prefix=f".{prefix}", dir=directory))
-            self._lock = os.open(made, os.O_RDONLY)
-            locked(self._lock)
-            self._folder = made.rename(made.with_name(made.name[1:]))  # it has its name when it is locked
+            self._folder, self._lock = _own_folder(directory, f"{_PREFIX}{re.sub('[^A-Za-z0-9.]+', '-', owner)}-")
         except OSError as error:
             raise ConfigurationError(
                 "FLEET_TABLE_DIR cannot be used",
@@ -205,9 +201,23 @@ class TieredStores:
         os.close(self._lock)
 
 
+def _own_folder(directory: Path, prefix: str) -> tuple[Path, int]:
+    """Make a folder, and return what it is locked by as well."""
+    while True:
+        made = Path(tempfile.mkdtemp(prefix=f".{prefix}", dir=directory))
+        with contextlib.suppress(FileNotFoundError):  # another server took it for what a killed one has left
+            lock = os.open(made, os.O_RDONLY)
+            try:
+                locked(lock)
+                return made.rename(made.with_name(made.name[1:])), lock  # it has its name when it is locked
+            except BaseException:
+                os.close(lock)
+                raise
+
+
 def _remove_abandoned(directory: Path) -> None:
     """Remove what servers have left that were killed."""
-    for folder in directory.glob(f"{_PREFIX}*"):
+    for folder in [*directory.glob(f"{_PREFIX}*"), *directory.glob(f".{_PREFIX}*")]:
         with contextlib.suppress(OSError):  # it is gone, or somebody else's
             descriptor = os.open(folder, os.O_RDONLY)
             try:

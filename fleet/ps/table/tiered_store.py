@@ -457,7 +457,7 @@ class TieredStore:
         return (ids, rows), None if place is None else place.number
 
     def leave(self, place: int) -> None:
-        self._file.let_go(_Place.of(place).begun)
+        self._file.give_up(_Place.of(place).begun)
 
     def sample(self, count: int, names: Sequence[str]) -> Batch:
         warm = round(count * self.in_memory / max(1, len(self)))
