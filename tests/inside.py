@@ -6,6 +6,7 @@ this file alone.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from fleet.base import exit_guard
 from fleet.ps.server.durability.durability import Durability
 from fleet.ps.server.service import Service
 from fleet.ps.table.given import Given
+from fleet.ps.table.row_file import RowFile
 from fleet.ps.table.shard import Shard
 from fleet.ps.table.stores import Stores, TieredStores
 
@@ -222,6 +224,12 @@ def move_given(one: Given, other: Given) -> None:
 
 
 # ---------------------------------------------------------------- rows in files
+
+
+def scans_under_way() -> int:
+    """How many scans of files of rows, in this process, keep something for what is read next."""
+    files = [each for each in gc.get_objects() if isinstance(each, RowFile) and each.path.exists()]
+    return sum(until > file._ages for file in files for until in file._scans.values())
 
 
 def abandon(stores: Stores) -> None:

@@ -21,9 +21,11 @@ from small_job import STRATEGIES, Net, join, same, train
 import fleet.nn
 from fleet import Fleet
 from fleet.checkpoint.manifest import Checkpoint, Manifest
+from fleet.checkpoint.pieces import PieceWriter
 from fleet.checkpoint.places import Directory
 from fleet.checkpoint.writer import CheckpointWriter
 from fleet.errors import CheckpointError, ConfigurationError
+from fleet.nn import CountFilter, Unused
 from fleet.plan.plan import make_plan
 from fleet.plan.specs import JobSpec, PlanSettings
 from fleet.ps.server.checkpoint_reader import restore_from
@@ -617,3 +619,67 @@ def test_a_worker_saves_while_another_one_brings_a_table(tmp_path: Path) -> None
 
     run_job(body, 2, 2)
     run_job(lambda fleet_, worker: train(*join(fleet_), range(2)), 1, 3, model_dir=str(tmp_path / "base"))
+
+
+@pytest.mark.parametrize("strategy", ["async", "half-async", "ssp", "dc-asgd"])
+@pytest.mark.parametrize("after", ["dense", "counts", "removed", "columns"])
+@pytest.mark.pairs(1)
+def test_rows_that_leave_while_a_delta_is_written_do_not_come_back_as_they_were(
+    strategy: str, after: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are gone when the delta is loaded, or as they were when it was written."""
+    add, is_delta, shards = PieceWriter.add, [False], list[Shard]()
+
+    def leave(self: PieceWriter, about: dict[str, Any], tensors: Any) -> None:
+        add(self, about, tensors)
+        if is_delta[0] and after in about:
+            while shards:
+                shard = shards.pop()
+                shard.shrink(None)
+                shard.apply_pending()
+
+    def body(made: Fleet, index: int) -> list[float]:
+        table = fleet.nn.Embedding(None, 2, admit=CountFilter(2), evict=Unused(1))
+        optimizer = made.distributed_optimizer(torch.optim.SGD(table.parameters(), lr=1.0), STRATEGIES[strategy]())
+        made.init_worker()
+
+        def step(*ids: int) -> None:
+            optimizer.minimize(table(torch.tensor(ids)).sum())
+            flush(made)
+
+        step(1, 2, 3)
+        step(1, 2, 3)
+        made.save_persistables(tmp_path / "saved")
+        step(1, 2, 3)
+        step(3)
+        step(3)
+        found = table(torch.arange(1, 4)).detach()[:, 0]
+        is_delta[0] = True
+        made.save_persistables(tmp_path / "saved", mode="delta")
+        return found.tolist()
+
+    def again(made: Fleet, index: int) -> list[float]:
+        table = fleet.nn.Embedding(None, 2, admit=CountFilter(2), evict=Unused(1))
+        made.distributed_optimizer(torch.optim.SGD(table.parameters(), lr=1.0), STRATEGIES[strategy]())
+        made.init_worker()
+        with torch.no_grad():
+            return table.eval()(torch.arange(1, 4))[:, 0].tolist()
+
+    export = Shard.export
+
+    def known(self: Shard, *args: Any, **options: Any) -> Piece:
+        if is_delta[0] and not was[0]:
+            was[0] = True
+            shards.append(self)
+        return export(self, *args, **options)
+
+    was = [False]
+    monkeypatch.setattr(Shard, "export", known)
+    monkeypatch.setattr(PieceWriter, "add", leave)
+    (there,) = run_job(body)
+    (found,) = run_job(again, model_dir=str(tmp_path / "saved"))
+    assert not shards
+    assert was[0]
+    assert found[2] == there[2]
+    for was_there, is_there in zip(there[:2], found[:2], strict=True):
+        assert is_there in (0.0, was_there)

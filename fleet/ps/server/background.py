@@ -16,6 +16,7 @@ from fleet.numeric.tensors import WireTensor
 from fleet.ps.server.checkpoint_reader import Restore
 from fleet.ps.server.object_states import ObjectState
 from fleet.ps.table.frozen_view import FrozenView
+from fleet.ps.table.reader import Reader
 from fleet.ps.table.shard import Shard
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
@@ -111,6 +112,10 @@ class Background:
     since: int = 0
     #: the rows that belong into it, where they have to be as they were when it began
     frozen: FrozenView | None = None
+    #: goes through rows that nobody keeps as they were, for that
+    reader: Reader = field(default_factory=Reader)
+    #: by worker, who goes through what it keeps itself
+    readers: dict[int, Reader] = field(default_factory=dict)
     #: the newest checkpoint that exists: its id and where it is
     last: tuple[str, str] = ("", "")
     #: a checkpoint that has been read, until it is taken over
@@ -153,6 +158,8 @@ class Background:
         """Remember the attempt whose values were taken over; what was read or uploaded for it is not needed any
         more."""
         self.give_up()
+        for worker in list(self.readers):
+            self._read_no_further(worker)
         self.taken = attempt
 
     def give_up(self) -> None:
@@ -160,12 +167,25 @@ class Background:
         self.checkpoint, self.since, self.task, self.loaded, self.uploads = "", 0, None, None, []
         self._leave_view()
 
+    def reader_of(self, worker: int, *, begins: bool) -> Reader:
+        """Return who goes through the state for a worker, which may begin anew."""
+        reader = self.readers.setdefault(worker, Reader())
+        if begins:
+            reader.leave()
+        return reader
+
     def _leave_view(self) -> None:
+        self.reader.leave()
         if self.frozen is not None:
             self.frozen.leave()
             self.frozen = None
 
     def left(self, worker: int) -> None:
         """Give up what this worker asked for."""
+        self._read_no_further(worker)
         if self.asked_by == worker:
             self.give_up()
+
+    def _read_no_further(self, worker: int) -> None:
+        if (reader := self.readers.pop(worker, None)) is not None:
+            reader.leave()

@@ -21,7 +21,7 @@ from fleet.ps.server.members import Members
 from fleet.ps.server.pending import Arrival, Waiting
 from fleet.ps.server.status import on_one_line
 from fleet.ps.table.frozen_view import HandOn
-from fleet.ps.table.shard import Piece, is_of_rows
+from fleet.ps.table.shard import FIRST, Piece, is_of_rows
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 
@@ -73,7 +73,14 @@ class CheckpointRequests:
         _check_standstill(job, export.version)
         dense_state = job.policy.has_dense_state_on_servers or not export.checkpoint
         counts = bool(export.checkpoint)
-        piece = job.held().export(export.cursor, since, dense_state=dense_state, counts=counts)
+        piece = job.held().export(
+            export.cursor,
+            since,
+            dense_state=dense_state,
+            counts=counts,
+            removed_last=not job.policy.shares_steps,
+            reader=background.reader_of(arrival.worker, begins=export.cursor == FIRST),
+        )
         if arrival.worker in job.plans.outgrown:
             piece = piece.known_to(job.plans.outgrown[arrival.worker].spec)
         about = json.dumps({"tensors": list(piece.tensors), **piece.about})
@@ -141,7 +148,14 @@ class CheckpointRequests:
                     background.freeze(shard.freeze(background.since, hand_on))
                     task.let_go_on()
                 dense_state, frozen = job.policy.has_dense_state_on_servers, background.frozen
-                piece = shard.export(cursor, background.since, dense_state=dense_state, frozen=frozen)
+                piece = shard.export(
+                    cursor,
+                    background.since,
+                    dense_state=dense_state,
+                    frozen=frozen,
+                    removed_last=not job.policy.shares_steps,
+                    reader=background.reader,
+                )
                 return piece if known is job.plans.current.spec else piece.known_to(known)
 
         def write() -> Frame:

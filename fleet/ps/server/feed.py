@@ -25,6 +25,7 @@ from fleet.numeric.jit import Array, Ids
 from fleet.numeric.tensors import WireTensor
 from fleet.ps.server.pending import cannot_answer
 from fleet.ps.table.change_log import ChangeLog
+from fleet.ps.table.reader import Reader
 from fleet.ps.table.shard import Shard
 from fleet.ps.table.table import WEIGHT
 
@@ -58,6 +59,8 @@ class Load:
     rows: Sequence[tuple[Ids, Array | None, Ids]] | None
     is_exact: bool
     took_s: float = 0.0
+    #: goes through all rows there are
+    reader: Reader = field(default_factory=Reader)
 
     def without_values(self) -> Load:
         """Return what has to be known of it when a follower has it."""
@@ -86,6 +89,12 @@ class Follower:
     #: the last exact version that it has, and whether it knows that there is nothing newer
     version: int = 0
     is_told: bool = False
+
+    def give(self, load: Load | None) -> None:
+        """Give a load, in whose place there is none, or another one."""
+        if self.given is not None:
+            self.given.reader.leave()
+        self.given = load
 
     @property
     def marks(self) -> Iterator[int]:
@@ -117,6 +126,7 @@ class Feed:
                 expected=f"at most {MOST} followers",
                 todo="Let several predictors share a process, and the model in it.",
             )
+        self._drop(follower)
         self.followers[follower] = Follower(now)
 
     def send_away(self, follower: int) -> None:
@@ -126,14 +136,18 @@ class Feed:
 
     def leave(self, follower: int) -> None:
         """Forget somebody."""
-        self.followers.pop(follower, None)
+        self._drop(follower)
         self._tidy()
+
+    def _drop(self, follower: int) -> None:
+        if (each := self.followers.pop(follower, None)) is not None:
+            each.give(None)
 
     def tick(self, now: float) -> None:
         """Forget who has gone."""
         for number, each in list(self.followers.items()):
             if now - each.heard > LAPSE_S:
-                del self.followers[number]
+                self._drop(number)
         self._tidy()
 
     def lag(self, version: int) -> int:
@@ -158,6 +172,9 @@ class Feed:
             self._forget()
 
     def _forget(self) -> None:
+        for each in self.followers.values():
+            if each.given is not None and each.given.rows is None:  # of which the rest is not there any more
+                each.give(None)
         if self._log is not None:
             self._next_mark = self._log.mark() + 1
             self._log.close()
@@ -179,10 +196,12 @@ class Feed:
     def accept(self, each: Follower, number: int) -> bool:
         """Take in which load a follower has, by its number, 0 for none; return False if that cannot be gone on from."""
         if number == 0:
-            each.has = each.given = None
+            each.has = None
+            each.give(None)
             return True
         if each.given is not None and each.given.number == number:
-            each.has, each.given = each.given.without_values(), None
+            each.has = each.given.without_values()
+            each.give(None)
             each.version = each.has.version if each.has.is_exact else each.version
             self._tidy()
         return each.has is not None and each.has.number == number
@@ -197,9 +216,10 @@ class Feed:
     def all_rows(self, each: Follower, shard: Shard, version: int, replaced: int) -> Load:
         """Return the first load of a follower: all rows, as they are when they are sent."""
         log = self.watch(shard)
-        each.given = self._load(version, replaced, log.mark(), 0, (), None, is_exact=False)
+        load = self._load(version, replaced, log.mark(), 0, (), None, is_exact=False)
+        each.give(load)
         log.note_cuts_again()
-        return each.given
+        return load
 
     def take(self, each: Follower, shard: Shard, version: int, replaced: int, now: Callable[[], float]) -> Load | None:
         """Return what a follower lacks, at this moment; None if that is not known."""
@@ -222,7 +242,7 @@ class Feed:
                 version, replaced, mark, revision, dense, rows, is_exact=is_exact, took_s=max(0.0, now() - began)
             )
             self._shared[key] = load
-        each.given = load
+        each.give(load)
         return load
 
     def _load(
@@ -332,7 +352,9 @@ def _rows_from(
 def _part(load: Load, index: int, start: int, most: int, shard: Shard) -> tuple[Ids, Array, Ids, int | None]:
     """Return at most so many rows of a table from a place on, ids that are gone, and where the rest begins."""
     if load.rows is None:
-        (ids, columns), following = shard.tables[index].store.scan(start, most, [WEIGHT])
+        store = shard.tables[index].store
+        (ids, columns), following = store.scan(start, most, [WEIGHT])
+        load.reader.went_on(store, start, following)
         return ids, columns[WEIGHT], _NONE, following
     ids, rows, gone = load.rows[index]
     following = start + most if start + most < max(ids.size, gone.size) else None

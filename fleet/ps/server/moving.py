@@ -52,6 +52,7 @@ from fleet.ps.server.staging import KILLED, MEETINGS, RECORDS, Staging, stale
 from fleet.ps.server.step_requests import StepRequests, push_of
 from fleet.ps.server.wanted_servers import WantedServers
 from fleet.ps.table.given import NOTHING
+from fleet.ps.table.reader import Reader
 from fleet.ps.table.shard import Shard
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
@@ -81,6 +82,7 @@ class _Copying:
     round: int = 0
     since: int = 0
     following: int = 0
+    reader: Reader = field(default_factory=Reader)
 
 
 @dataclass
@@ -274,10 +276,13 @@ class Moving:
                 raise stale(self._where, KILLED)
             self._check_may_move(job, arrival.worker)
             fingerprint = job.plans.current.fingerprint
+            if copying is not None:
+                copying.reader.leave()
             copying = _Copying(halt.attempt, arrival.request, shard, fingerprint, job.progress.loads)
             self._copying = copying
         self._check_copied(job, copying)
         if halt.round > copying.round:
+            copying.reader.leave()
             shard.apply_pending()
             copying.round, copying.since, copying.following = halt.round, copying.following, shard.history.next_epoch()
             self._check_removed(copying, copying.since)
@@ -315,7 +320,7 @@ class Moving:
         if arrival.request.export.cursor.startswith(GIVEN):
             self._export_given(job, arrival)
             return
-        piece = copying.shard.export(arrival.request.export.cursor, copying.since)
+        piece = copying.shard.export(arrival.request.export.cursor, copying.since, reader=copying.reader)
         about = json.dumps({"tensors": list(piece.tensors), **piece.about})
         reply = pb.Reply(version=job.rounds.gate.version, cursor=piece.next_cursor, about=about)
         arrival.answer(reply, [WireTensor.of(tensor) for tensor in piece.tensors.values()])
@@ -565,6 +570,7 @@ class Moving:
     def _forget(self) -> None:
         if self._copying is not None:
             self._copying.shard.history.leave(_BASE)
+            self._copying.reader.leave()
         self._copying = self._halt = None
         self._staging.forget()
 

@@ -20,6 +20,7 @@ import numpy as np
 from fleet.numeric.jit import Array, Ids
 from fleet.ps.table.eviction import Cut
 from fleet.ps.table.living_table import LivingTable
+from fleet.ps.table.reader import Reader
 from fleet.ps.table.store import Batch
 from fleet.ps.table.table import Table
 
@@ -72,8 +73,8 @@ class FrozenView:
         self._hand_on = hand_on
         self._aside: list[list[tuple[Ids, dict[str, Array]]]] = [[] for _ in tables]
         self._held = 0
-        #: the table that is being scanned, and where that goes on
-        self._scanned: tuple[Table, int] | None = None
+        #: goes through the tables
+        self.reader = Reader()
         self._watchers = [partial(self._set_aside, index) for index in range(len(tables))]
         for table, watcher in zip(tables, self._watchers, strict=True):
             table.watch(watcher)
@@ -89,16 +90,9 @@ class FrozenView:
         if self._failure is not None:
             raise self._failure
 
-    def reached(self, index: int, place: int | None) -> None:
-        """Note at which place the scan of a table goes on, if it does."""
-        self._scanned = None if place is None else (self._tables[index], place)
-
     def leave(self) -> None:
         """Keep nothing any more."""
-        if self._scanned is not None:
-            table, place = self._scanned
-            table.store.leave(place)
-        self._scanned = None
+        self.reader.leave()
         for table, watcher in zip(self._tables, self._watchers, strict=True):
             table.unwatch(watcher)
         for view in self.counts.values():

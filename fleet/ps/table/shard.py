@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -34,6 +34,7 @@ from fleet.ps.table.frozen_view import FrozenView, HandOn, described, without
 from fleet.ps.table.given import Given
 from fleet.ps.table.history import History
 from fleet.ps.table.living_table import Life, LivingTable
+from fleet.ps.table.reader import Reader
 from fleet.ps.table.row_file import Backlog, Reading
 from fleet.ps.table.slot_cache import SlotCache
 from fleet.ps.table.stores import MemoryStores, NewStore, Stores
@@ -114,6 +115,20 @@ class Contribution:
     def brings_any(self) -> bool:
         """Say whether there is any gradient in it, on this server or on another one."""
         return bool(self.used) or any(self.dense[0])
+
+
+class _Course(NamedTuple):
+    """Says what an export of rows has, in which order, and who reads it."""
+
+    since: int
+    frozen: FrozenView | None = None
+    removed_last: bool = False
+    reader: Reader | None = None
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Return the kinds of parts in their order."""
+        return ("counts", "table", "removed") if self.removed_last else ("counts", "removed", "table")
 
 
 @dataclass(frozen=True)
@@ -652,26 +667,29 @@ class Shard:
         dense_state: bool = True,
         frozen: FrozenView | None = None,
         counts: bool = True,
+        removed_last: bool = False,
+        reader: Reader | None = None,
     ) -> Piece:
         """Return the part of this shard's state that begins at ``cursor``; the first is ``FIRST``. Of the tables it has
         only the rows that were changed in the epoch ``since`` or later, if that is given, or those still ``frozen``,
         without tables that came later; of the blocks only the values, if their state is not wanted; and what is counted
-        of ids without rows, if that is."""
+        of ids without rows, if that is. What was removed comes before the rows, or ``removed_last``: rows may leave in
+        between. ``reader`` is who goes through rows that are not frozen."""
         found = _CURSOR.fullmatch(cursor)
-        if found and found["kind"] == "dense":
-            return self._export_dense(
-                int(found["first"]), int(found["second"]), since, state=dense_state, counts=counts
-            )
-        if found and int(found["first"]) < len(self.tables):
-            export = {"counts": self._export_counts, "removed": self._export_removed, "table": self._export_rows}
-            return export[found["kind"]](int(found["first"]), int(found["second"]), since, frozen)
-        raise ProtocolError("an export's cursor is unknown", got=repr(cursor)[:60])
+        if found is None or (found["kind"] != "dense" and int(found["first"]) >= len(self.tables)):
+            raise ProtocolError("an export's cursor is unknown", got=repr(cursor)[:60])
+        kind, first, second = found["kind"], int(found["first"]), int(found["second"])
+        course = _Course(since, frozen, removed_last, reader if frozen is None else frozen.reader)
+        if kind == "dense":
+            return self._export_dense(first, second, course, state=dense_state, counts=counts)
+        export = {"counts": self._export_counts, "removed": self._export_removed, "table": self._export_rows}
+        return export[kind](first, second, course)
 
     def first_rows(self, since: int = 0) -> str:
         """Return the cursor of the first rows that were removed or changed in the epoch ``since`` or later."""
-        return self._cursor("removed", 0, since)
+        return self._cursor("removed", 0, _Course(since))
 
-    def _export_dense(self, position: int, start: int, since: int, *, state: bool, counts: bool) -> Piece:
+    def _export_dense(self, position: int, start: int, course: _Course, *, state: bool, counts: bool) -> Piece:
         """Export blocks from one on, a large one in parts."""
         about: list[dict[str, Any]] = []
         tensors: list[torch.Tensor | Array] = []
@@ -688,13 +706,13 @@ class Shard:
         following = (
             f"dense:{position}:{start}"
             if position < len(slots)
-            else self._cursor("counts" if counts else "removed", 0, since)
+            else self._cursor("counts" if counts else course.kinds[1], 0, course)
         )
         named = dict(zip(names(about), tensors, strict=True))
         return Piece({"dense": about, "seed": self._seed}, named, following)
 
-    def _export_rows(self, index: int, start: int, since: int, frozen: FrozenView | None) -> Piece:
-        table = self.tables[index]
+    def _export_rows(self, index: int, start: int, course: _Course) -> Piece:
+        table, since, frozen = self.tables[index], course.since, course.frozen
         until, step, cut = None, self._step_to_keep(table), table.cut
         if frozen is not None:
             frozen.check()
@@ -702,52 +720,50 @@ class Shard:
         # What rows take where they are loaded: with their part of an index.
         row_bytes = max(table.row_bytes, table.nbytes // max(1, len(table)))
         batch, stop = table.scan(start, max(1, PIECE_BYTES // row_bytes), since, until)
-        if frozen is not None:
-            frozen.reached(index, stop)
-        following = self._cursor("table", index + 1, since, frozen) if stop is None else f"table:{index}:{stop}"
+        if course.reader is not None:
+            course.reader.went_on(table.store, start, stop)
+        following = self._cursor("table", index + 1, course) if stop is None else f"table:{index}:{stop}"
         piece = Piece(*described(table, step, *without(cut, batch)), following)
         if frozen is not None and not following:
             frozen.end()
         return piece
 
-    def _export_removed(self, index: int, start: int, since: int, frozen: FrozenView | None) -> Piece:
-        table = self.tables[index]
+    def _export_removed(self, index: int, start: int, course: _Course) -> Piece:
+        table, frozen = self.tables[index], course.frozen
         if frozen is None:
             table.take_out_due()
-        parts = table.removed_since(since) if frozen is None else frozen.removed[index]
+        parts = table.removed_since(course.since) if frozen is None else frozen.removed[index]
         ids = np.unique(np.concatenate(parts)) if parts else np.empty(0, np.int64)
         stop = start + PIECE_BYTES // ids.itemsize
-        following = f"removed:{index}:{stop}" if stop < ids.size else self._cursor("removed", index + 1, since, frozen)
+        following = f"removed:{index}:{stop}" if stop < ids.size else self._cursor("removed", index + 1, course)
         about = {"table": table.spec.name, "step": 0, "rows": ids[start:stop].size, "columns": [], "removed": True}
         return Piece(about, {"ids": ids[start:stop]}, following)
 
-    def _export_counts(self, index: int, start: int, since: int, frozen: FrozenView | None) -> Piece:
-        table = self.tables[index]
+    def _export_counts(self, index: int, start: int, course: _Course) -> Piece:
+        table, frozen = self.tables[index], course.frozen
         assert isinstance(table, LivingTable)
         view = table.counts(frozen=False) if frozen is None else frozen.counts[index]
         assert view is not None
         arrays, stop = view.export(start, PIECE_BYTES // _COUNT_BYTES)
-        following = self._cursor("counts", index + 1, since, frozen) if stop is None else f"counts:{index}:{stop}"
+        following = self._cursor("counts", index + 1, course) if stop is None else f"counts:{index}:{stop}"
         servers = self.plan.spec.settings.server_num
         place = {"start": start, "server": self.server, "servers": servers}
         return Piece({"counts": table.spec.name, **table.about_counts(view), **place}, arrays, following)
 
-    def _cursor(self, kind: str, index: int, since: int, frozen: FrozenView | None = None) -> str:
-        """Return the cursor of the first part of something, from one kind and table on: what is counted, then what was
-        removed since, then the rows."""
-        tables = len(self._tables if frozen is None else frozen.steps)
+    def _cursor(self, kind: str, index: int, course: _Course) -> str:
+        """Return the cursor of the first part of something, from one kind and table on."""
+        tables = len(self._tables if course.frozen is None else course.frozen.steps)
         living = {each: table for each, table in self._living.items() if each < tables}
-        if kind == "counts":
-            for each, table in living.items():
-                if each >= index and table.counts(frozen=False) is not None:
-                    return f"counts:{each}:0"
-            kind, index = "removed", 0
-        if kind == "removed":
-            for each in living:
-                if each >= index and since:
-                    return f"removed:{each}:0"
-            index = 0
-        return f"table:{index}:0" if index < tables else ""
+        parts: dict[str, Iterable[int]] = {
+            "counts": (each for each, table in living.items() if table.counts(frozen=False) is not None),
+            "removed": living if course.since else (),
+            "table": range(tables),
+        }
+        for each in course.kinds[course.kinds.index(kind) :]:
+            for place in parts[each]:
+                if each != kind or place >= index:
+                    return f"{each}:{place}:0"
+        return ""
 
     def _step_to_keep(self, table: Table) -> int:
         """Return the step count to keep with the rows' optimizer state; where workers have that state, it starts
