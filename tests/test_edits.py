@@ -1056,8 +1056,13 @@ def test_rows_that_were_changed_need_no_worker_that_is_gone() -> None:
     assert_close([got], [torch.full((5, 2), 4.0)])
 
 
-def test_a_worker_that_takes_a_step_once_more_changes_rows_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was killed between two servers: one has the step, and the rows as they are after it."""
+@pytest.mark.parametrize(
+    ("change", "becomes"), [(lambda weight: weight.fill_(3.0), 1.0), (lambda weight: weight.add_(5.0), 2.0)]
+)
+def test_a_worker_that_takes_a_step_once_more_changes_rows_before_it(
+    change: Callable[[torch.Tensor], object], becomes: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was killed between two servers: one has the step, and the values as they are after it."""
     environ = {**SOON, "FLEET_JOB_ID": "one", "FLAGS_rpc_retry_times": "0"}
     lost = Fault(Action.DROP_REQUEST, Endpoint.parse("server1:1"), 0, "push", 2, times=None)
     closed, close = set[str](), StepRequests._close
@@ -1072,12 +1077,13 @@ def test_a_worker_that_takes_a_step_once_more_changes_rows_before_it(monkeypatch
     def train(fleet: Fleet, steps: Iterable[int] | None = None) -> torch.Tensor:
         model = torch.nn.ModuleDict({"t": torch.nn.Embedding(5, 2, sparse=True, _weight=torch.zeros(5, 2))})
         model["line"] = torch.nn.Linear(2, 1)
+        torch.nn.init.zeros_(model["line"].weight)
         optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model=model)
         fleet.init_worker()
         for step in range(fleet.resume_step(), 3) if steps is None else steps:
             if step == 1:
                 with torch.no_grad():
-                    model["line"].weight.fill_(3.0)
+                    change(model["line"].weight)
                 model["t"].weight.data.add_(5.0)
             optimizer.zero_grad()
             optimizer.minimize(model["t"](torch.arange(5)).sum() + model["line"].weight.sum())
@@ -1096,7 +1102,7 @@ def test_a_worker_that_takes_a_step_once_more_changes_rows_before_it(monkeypatch
 
     network = FaultyNetwork(LoopbackNetwork(), lost)
     running = Job(body, 2, 2, environ={**environ, "FLAGS_rpc_deadline": "60000"}, network=network)
-    rows = [torch.full((5, 2), 2.0), torch.full((1, 2), 1.0)]
+    rows = [torch.full((5, 2), 2.0), torch.full((1, 2), becomes)]
     for got in running.run():
         assert_close([got], [torch.cat(rows)])
 

@@ -51,6 +51,9 @@ class Replacement:
             raise ProtocolError("edits come from worker 0", where=job.where, got=f"worker {arrival.worker}")
         if not job.is_whole:
             raise ProtocolError("an edit came before the initial values", where=job.where)
+        # A worker that starts again takes a step once more where another server lacks it. Here it is over, and so is
+        # what was changed before it.
+        is_over = job.policy.shares_steps and arrival.request.step < job.rounds.gate.version
         if upload.rows:
             check_upload(shard, upload, tensors)
 
@@ -58,16 +61,13 @@ class Replacement:
                 write_upload(job.held(), upload, tensors)
                 job.rounds.forget_values()
 
-            waits = upload.with_step and job.policy.shares_steps
-            # A worker that starts again takes a step once more where another server lacks it. Here it is over, and so
-            # is what was changed before it.
-            if not waits or arrival.request.step >= job.rounds.gate.version:
+            if not is_over:
                 job.rounds.edits.append(write)
-            if not waits:
+            if not (upload.with_step and job.policy.shares_steps):
                 job.rounds.write_edits()  # of a step that was refused there may be earlier ones
         elif len(upload.blocks) != 1 or len(tensors) != 2:
             raise ProtocolError("an edit of parameters is of one block, and has marks and values", where=job.where)
-        else:
+        elif not is_over:
             shard.dense.edit(upload.blocks[0], tensors[0].numpy(), tensors[1].torch())
             job.rounds.forget_values()
         arrival.answer(pb.Reply())
