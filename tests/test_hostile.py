@@ -27,6 +27,7 @@ import torch
 from harness import PATIENT, Job, run_job, until, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inside import job_of
 from patience import PATIENCE_S
 
 from fleet import Fleet
@@ -450,6 +451,54 @@ def test_nobody_fills_the_memory_with_requests_that_wait(monkeypatch: pytest.Mon
     with pytest.raises(ProtocolError, match=r"worker 0 has too many.*at most 5.*got 5 with"):
         later(0, few)
     later(1, few)
+
+
+class Hand:
+    """A clock that goes on when it is told to."""
+
+    time = 0.0
+
+    def now(self) -> float:
+        return self.time
+
+    def sleep(self, seconds: float) -> None:
+        self.time += seconds
+
+
+@pytest.mark.parametrize("how", ["says goodbye", "starts again", "falls silent"])
+def test_what_a_process_that_is_gone_asked_for_before_the_values_is_nobody_s(how: str) -> None:
+    clock = Hand()
+    settings = ProcessSettings.read({**PATIENT, "FLEET_HEARTBEAT_S": "1", "FLAGS_rpc_deadline": "10000"})
+    service = Service(fuzz.ENDPOINT, settings, clock)
+
+    def ask(kind: str, worker: int, incarnation: int = 0, **own: Any) -> list[Frame]:
+        told, tensors = (own, []) if own else fuzz.requests("geo", 1)[kind]
+        message = pb.Request(worker=worker, incarnation=incarnation or worker + 1, **told)
+        replies: list[Frame] = []
+        service.handle(Frame(message, [*tensors]), replies.append)
+        return replies
+
+    for worker in (0, 1):
+        ask("hello", worker)
+    early = ask("pull", 1)
+    assert not early, "there are no values yet"
+    if how == "says goodbye":
+        ask("bye", 1, bye=pb.Bye())
+    elif how == "starts again":
+        clock.time += 5
+        ask("hello", 1, incarnation=9)
+    else:
+        clock.time += 6
+        ask("beat", 0)
+        clock.time += 6
+        service.tick()
+    assert early
+    with pytest.raises(IdentityError, match="no longer part"):
+        raise_if_error(early[0])
+    for kind in ("upload", "ready"):
+        ask(kind, 0)
+    assert job_of(service).shard.changes.keys == []
+    service.close()
 
 
 def test_an_answer_that_cannot_be_made_concerns_who_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -309,6 +309,9 @@ class Job:
         parked = self.rounds.parked
         for ticket in [ticket for ticket, waiting in parked.items() if waiting.worker == worker]:
             outbox.append((parked.take(ticket).respond, error_reply(gone)))
+        early = self.rounds.early
+        outbox += [(waiting.respond, error_reply(gone)) for _, waiting in early if waiting.worker == worker]
+        self.rounds.early = [each for each in early if each[1].worker != worker]
         if self.shard is not None:
             self.shard.forget(worker)
 
