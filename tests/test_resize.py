@@ -9,7 +9,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,7 @@ from fleet.launch.sources import Running
 from fleet.nn import CountFilter, MaxRows, Probability, SmallNorm, Unused
 from fleet.ps.consistency.policy import Policy
 from fleet.ps.server import runtime
+from fleet.ps.server.claims import Claims
 from fleet.ps.server.meetings import Meetings
 from fleet.ps.server.pending import Outbox, Waiting
 from fleet.ps.server.runtime import ServerRuntime
@@ -506,12 +507,21 @@ OF_A_MOVE = {"where", "halt", "stage", "export", "fill", "switch", "hello"}
 class StrikingNetwork:
     """Strikes at one of the messages of a move, before it arrives or after it has been carried out."""
 
-    def __init__(self, number: int, strike: Callable[[], None], *, after: bool, to: str | None = None) -> None:
+    def __init__(
+        self,
+        number: int,
+        strike: Callable[[], None],
+        *,
+        after: bool,
+        to: str | None = None,
+        kinds: Collection[str] = OF_A_MOVE,
+    ) -> None:
         """Only messages ``to`` one endpoint count, if it is given; with a strike there it is out of reach for good."""
         self._inner = LoopbackNetwork()
         self._strike = strike
         self._after = after
         self._to = to
+        self._kinds = kinds
         self._left = number
         self._is_cut = False
         #: whether messages count
@@ -545,7 +555,7 @@ class StrikingNetwork:
 
     def _is_it(self, endpoint: Endpoint, message: Any) -> bool:
         kind = message.WhichOneof("kind")
-        if not self.counts or message.worker or kind not in OF_A_MOVE or self._to not in (None, str(endpoint)):
+        if not self.counts or message.worker or kind not in self._kinds or self._to not in (None, str(endpoint)):
             return False
         if threading.current_thread().name.startswith("fleet-heartbeat"):  # on a slow machine it asks, too
             return False
@@ -689,6 +699,50 @@ def test_a_mover_that_is_killed_leaves_no_half_of_a_move(number: int, after: boo
     results, struck = resumed_after(number, after=after)
     assert struck
     assert_same(results, undisturbed())
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before it has moved", "when it has moved"])
+def test_the_move_that_a_worker_was_lost_amid_the_next_makes_once(after: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All have asked for it. Servers may still stand still for the one that is lost."""
+    fleets: dict[int, Fleet] = {}
+    begun, waits, movers = threading.Event(), threading.Event(), []
+
+    class Told(Claims):
+        def claim(self, name: str, by_anyone: bool, waiting: Waiting, *rest: Any) -> None:
+            super().claim(name, by_anyone, waiting, *rest)
+            if waiting.worker == 1:
+                waits.set()
+
+    def move(worker: WorkerRuntime, servers: Any) -> None:
+        movers.append(worker.assignment.index)
+        if worker.assignment.index == 0:
+            begun.set()
+            assert waits.wait(PATIENCE_S)
+            network.counts = True
+        moved(worker, servers)
+
+    def kill() -> None:
+        network.counts = False
+        exit_guard.release(worker_of(fleets[0]))
+        worker_of(fleets[0]).close()
+        raise Killed
+
+    def body(fleet: Fleet, worker: int) -> Any:
+        def pause(step: int) -> None:
+            assert worker == 0 or step != MOVED_AFTER or begun.wait(PATIENCE_S)
+
+        fleets[worker] = fleet
+        return training("adagrad", names([1, 2]), movers=(0, 1), pause=pause)(fleet, worker)
+
+    monkeypatch.setattr("fleet.ps.server.job.Claims", Told)
+    moved = resizing._move
+    monkeypatch.setattr(resizing, "_move", move)
+    network = StrikingNetwork(1, kill, after=after, kinds={"switch"})
+    job = Resized(body, [0, 1], [1, 2], network=network, environ=SOON)
+    job.end(job.start())
+    assert {name: type(error) for name, error in job.errors.items()} == {"worker 0": Killed}
+    assert movers == ([0] if after else [0, 1])
+    assert job.results[1][0][:MOVED_AFTER] == undisturbed()[1][0][:MOVED_AFTER]
 
 
 # ---------------------------------------------------------------------------------------------- workers share no steps

@@ -50,11 +50,7 @@ def find_move(connections: Connections, clock: Clock, deadline_s: float) -> Move
         if move is not None:
             return move
         if 0 in answers and not answers[0]["halted"]:
-            for server, answer in answers.items():
-                if answer["halted"]:
-                    over = pb.Switch(attempt=answer["halted"], given_up=True)
-                    connection = connections.by_server[server]
-                    connection.inquire(Frame(connection.request(0, switch=over)))
+            _end_given_up(connections, answers)
             return None
         if clock.now() - began > deadline_s:
             raise DeadlineError(
@@ -64,6 +60,22 @@ def find_move(connections: Connections, clock: Clock, deadline_s: float) -> Move
                 todo="Look at the log of the first of them.",
             )
         clock.sleep(RETRY_PAUSE_S)
+
+
+def end_others(connections: Connections, attempt: str) -> None:
+    """Tell servers that stand still for another move than this one that it is over, if the first server has given it
+    up: whoever moved the job was lost amid it."""
+    answers = _ask(connections)
+    if 0 in answers and answers[0]["halted"] in ("", attempt) and _of(connections, answers) is None:
+        _end_given_up(connections, {server: each for server, each in answers.items() if each["halted"] != attempt})
+
+
+def _end_given_up(connections: Connections, answers: dict[int, dict[str, Any]]) -> None:
+    for server, answer in answers.items():
+        if answer["halted"]:
+            over = pb.Switch(attempt=answer["halted"], given_up=True)
+            connection = connections.by_server[server]
+            connection.inquire(Frame(connection.request(0, switch=over)))
 
 
 class Hop(NamedTuple):

@@ -40,7 +40,7 @@ from fleet.ps.worker.connection import RETRY_PAUSE_S, Connection, inquire_all
 from fleet.ps.worker.lease import once
 from fleet.ps.worker.moved_pushes import Part, dealt
 from fleet.ps.worker.moved_readings import given_anew
-from fleet.ps.worker.new_servers import Move, refuse_if_moved
+from fleet.ps.worker.new_servers import Move, end_others, refuse_if_moved
 from fleet.ps.worker.runtime import WorkerRuntime
 
 _log = logging.getLogger("fleet.worker")
@@ -114,6 +114,7 @@ class AskedMove:
             elif not self._copy.is_under_way:
                 copy, self._copy = self._copy, None
                 _once(worker, servers, copy.move)
+                copy.give_up()  # if another one has moved the job
         except MissedError:
             self.give_up()  # it begins anew after the next step
         except FleetError as error:
@@ -154,7 +155,12 @@ def _once(worker: WorkerRuntime, servers: tuple[Endpoint, ...], move: Callable[[
             return
         # A job may come to the same list more than once.
         call = f"resize_servers({','.join(map(str, servers))}), move {worker.connections.moves + 1}"
-        once(worker, worker.progress.name_of_call(call), lambda _: move(), by_anyone=True)
+
+        def act(_: dict[str, Any]) -> None:
+            if servers != worker.assignment.servers:  # else one was lost when it had moved the job
+                move()
+
+        once(worker, worker.progress.name_of_call(call), act, by_anyone=True)
 
 
 def _checked(endpoints: object) -> tuple[Endpoint, ...]:
@@ -349,6 +355,7 @@ class Copy:
                 if clock.now() - began > connection.deadline_s:
                     raise
                 self._refuse_if_over()
+                end_others(self._worker.connections, self._attempt)
                 meanwhile()
                 clock.sleep(RETRY_PAUSE_S)
 
