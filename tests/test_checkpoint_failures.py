@@ -837,6 +837,47 @@ def test_who_comes_while_one_that_joined_does_it_anew_waits_for_that_one() -> No
     assert answers[2:] == ["1 done"]
 
 
+@pytest.mark.parametrize("starts_again", [False, True], ids=["", "the server is started again"])
+def test_who_comes_anew_while_another_does_a_call_does_its_own(starts_again: bool) -> None:
+    """It counts its calls from one, and has not made the one that is under way."""
+    claims, again = (Claims("here", 60.0, lambda: Frame(pb.Reply(granted=True)), only_first=False) for _ in range(2))
+    outbox: Outbox = []
+
+    def claim(worker: int) -> list[bool]:
+        waiting = Waiting(worker, "it", 0.0, lambda frame: None, lambda: Frame(pb.Reply()))
+        claims.claim("save, call 1", False, waiting, 0.0, False, outbox)
+        answers = [frame.message.granted for _, frame in outbox]
+        outbox.clear()
+        return answers
+
+    assert claim(0) == [True]
+    claims.joined(1)
+    if starts_again:
+        again.restore(json.loads(json.dumps(claims.dump())), 0.0)
+        claims = again
+    claims.release("save, call 1", 0, "", outbox)
+    assert claim(2) == [False]
+    assert claim(1) == [True]
+
+
+def test_who_was_interrupted_while_it_waited_is_not_let_in() -> None:
+    """It went on to something else, and would keep all others waiting."""
+    claims, outbox = Claims("here", 60.0, lambda: Frame(pb.Reply(granted=True)), only_first=False), []
+    granted: list[int] = []
+
+    def claim(worker: int) -> None:
+        waiting = Waiting(worker, "it", 0.0, lambda _: granted.append(worker), lambda: Frame(pb.Reply()))
+        claims.claim("it", True, waiting, 0.0, False, outbox)
+
+    for worker in range(3):
+        claim(worker)
+    claims.release("it", 1, "it was interrupted", outbox)
+    claims.left(0, FleetError("gone"), outbox)
+    for respond, _ in outbox:
+        respond(Frame(pb.Reply()))
+    assert granted == [0, 2]
+
+
 def test_a_server_that_starts_again_knows_what_was_begun_and_done() -> None:
     claims, again = (Claims("here", 60.0, lambda: Frame(pb.Reply(granted=True)), only_first=False) for _ in range(2))
 

@@ -34,6 +34,8 @@ class _Claim:
     is_kept: bool = False
     asking: Waiting | None = None
     queue: list[Waiting] = field(default_factory=list)
+    #: whose processes have come since it was begun, and count their calls from one
+    missed: set[int] = field(default_factory=set)
 
 
 @dataclass
@@ -96,9 +98,13 @@ class Claims:
         claim.asking = None
 
     def release(self, name: str, worker: int, failure: str, outbox: Outbox) -> None:
-        """Close a claim: its writer is done, or has failed. A late repetition closes nobody else's."""
+        """Close a claim: its writer is done, or has failed. A late repetition closes nobody else's; one that was
+        interrupted while it waited is let in no more."""
         claim = self._open.get(name)
-        if claim is None or claim.writer != worker:
+        if claim is None:
+            return
+        if claim.writer != worker:
+            claim.queue = [each for each in claim.queue if each.worker != worker]
             return
         reason = failure[:_LONGEST_NAME]
         self._close(name, FleetError(f"worker {worker} failed in {name}", got=reason) if reason else None, outbox)
@@ -112,8 +118,8 @@ class Claims:
 
     def joined(self, worker: int) -> None:
         """Let in a process that counts its calls from one: none of them is among those that others have made before."""
-        for closed in self._closed.values():
-            closed.missed.add(worker)
+        for missed in [each.missed for each in self._closed.values()] + [each.missed for each in self._open.values()]:
+            missed.add(worker)
 
     def left(self, worker: int, gone: FleetError, outbox: Outbox) -> None:
         """Answer what a process asked that is ``gone``. What it had begun, another one does anew."""
@@ -152,13 +158,15 @@ class Claims:
         begun = {name: claim.writer for name, claim in self._open.items() if claim.begun}
         kept = [name for name, claim in self._open.items() if claim.is_kept]  # their ends stay lost where the job moves
         done = {name: sorted(closed.missed) for name, closed in self._closed.items() if closed.failure is None}
-        return {"begun": begun, "kept": kept, "done": done}
+        missed = {name: sorted(self._open[name].missed) for name in begun}
+        return {"begun": begun, "kept": kept, "missed": missed, "done": done}
 
     def restore(self, dumped: Mapping[str, Any], now: float) -> None:
         """Become the claims that were dumped."""
-        kept = dumped.get("kept", ())
+        kept, missed = dumped.get("kept", ()), dumped.get("missed", {})  # earlier releases lack the second
         self._open = {
-            name: _Claim(writer, now, begun=True, is_kept=name in kept) for name, writer in dumped["begun"].items()
+            name: _Claim(writer, now, begun=True, is_kept=name in kept, missed=set(missed.get(name, ())))
+            for name, writer in dumped["begun"].items()
         }
         self._closed = {name: _Closed(None, set(), set(missed)) for name, missed in dumped["done"].items()}
 
@@ -175,7 +183,8 @@ class Claims:
         came = {claim.writer} if claim.begun or claim.asking is not None else set()
         came |= {waiting.worker for waiting in claim.queue}
         before = self._closed.pop(name, None)
-        self._closed[name] = _Closed(failure, came, set() if before is None else before.missed - came)
+        missed = claim.missed if before is None else claim.missed | before.missed
+        self._closed[name] = _Closed(failure, came, missed - came)
         if len(self._closed) > _MOST_CLOSED:
             del self._closed[next(iter(self._closed))]
         outbox += [self._outcome(waiting, failure) for waiting in claim.queue]
