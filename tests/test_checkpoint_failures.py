@@ -35,6 +35,7 @@ from fleet.checkpoint.writer import CheckpointWriter
 from fleet.errors import CheckpointError, FleetError
 from fleet.plan.specs import JobSpec, PlanSettings
 from fleet.ps.server import disk_waits, replacement
+from fleet.ps.server.background import Background
 from fleet.ps.server.claims import Claims
 from fleet.ps.server.meetings import Meetings
 from fleet.ps.server.object_states import ObjectStates
@@ -930,6 +931,48 @@ def test_what_only_worker_0_may_do_waits_for_its_next_process() -> None:
     ((worker, error),) = heard()
     assert worker == 1
     assert "worker 0 did not write the checkpoint" in error
+
+
+def test_who_comes_late_that_was_lost_amid_it_takes_nothing_from_the_next() -> None:
+    """One server has given up on it, and another has not."""
+    background = Background()
+    background.upload(0, pb.Upload(table=1), ())
+    background.upload(1, pb.Upload(table=2), ())
+    background.upload(0, pb.Upload(table=3), ())
+    background.withdraw(0, "load_state_dict(), by worker 0")
+    background.upload(1, pb.Upload(table=4), ())
+    assert [[upload.table for upload, _ in each] for each in background.uploads.values()] == [[2, 4]]
+    background.left(0)
+    assert [*background.uploads] == [1]
+
+
+@pytest.mark.parametrize("saves", [False, True], ids=["", "after a checkpoint"])
+def test_of_a_state_that_was_given_in_part_nothing_is_kept(
+    saves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call was interrupted, and another state has other rows."""
+
+    def replace(*values: Any) -> None:
+        upload.replace(*values)
+        raise KeyboardInterrupt
+
+    def body(fleet_: Fleet, worker: int) -> Any:
+        model, optimizer = join(fleet_)
+        train(model, optimizer, range(2))
+        if saves:
+            fleet_.save_persistables(tmp_path / "ckpt")
+        state, seen = fleet_.state_dict(model), model.seen()
+        other = {name: torch.ones_like(value) if "weight" in name else value for name, value in state.items()}
+        with monkeypatch.context() as patch:
+            patch.setattr("fleet.ps.worker.replacement.replace", replace)
+            with pytest.raises(KeyboardInterrupt):
+                fleet_.load_state_dict(model, other)
+        assert same(model.seen(), seen)
+        fewer = {**state, "open.weight": state["open.weight"][:3], "open.ids": state["open.ids"][:3]}
+        fleet_.load_state_dict(model, fewer)
+        assert same(model.seen(), seen)
+
+    run_job(body, 1, 2)
 
 
 @pytest.mark.pairs(2)

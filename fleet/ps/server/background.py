@@ -120,8 +120,8 @@ class Background:
     last: tuple[str, str] = ("", "")
     #: a checkpoint that has been read, until it is taken over
     loaded: Loaded | None = None
-    #: other values that have been uploaded, likewise
-    uploads: list[tuple[pb.Upload, Sequence[WireTensor]]] = field(default_factory=list)
+    #: other values that have been uploaded, likewise, by worker: one may come late that was lost amid it
+    uploads: dict[int, list[tuple[pb.Upload, Sequence[WireTensor]]]] = field(default_factory=dict)
     #: the attempt that was taken over last
     taken: str = ""
 
@@ -146,26 +146,42 @@ class Background:
         return task
 
     def upload(self, worker: int, upload: pb.Upload, tensors: Sequence[WireTensor]) -> None:
-        if self.asked_by != worker:
-            self.give_up()  # of one that was lost amid it
-        self.asked_by = worker
-        self.uploads.append((upload, tensors))
+        if self.asked_by != worker and worker not in self.uploads:
+            self._give_up()  # what one had begun that was lost amid it
+        self.uploads.setdefault(worker, []).append((upload, tensors))
 
     def load(self, loaded: Loaded) -> None:
         self.loaded = loaded
 
     def take(self, attempt: str) -> None:
-        """Remember the attempt whose values were taken over; what was read or uploaded for it is not needed any
-        more."""
-        self.give_up()
+        """Remember the attempt whose values were taken over; what was read or uploaded is not needed any more."""
+        self.stop()
         for worker in list(self.readers):
             self._read_no_further(worker)
         self.taken = attempt
 
-    def give_up(self) -> None:
+    def stop(self) -> None:
         """Abandon whatever was begun, a checkpoint or other values."""
-        self.checkpoint, self.since, self.task, self.loaded, self.uploads = "", 0, None, None, []
-        self._leave_view()
+        self.uploads = {}
+        self._give_up()
+
+    def begin_anew(self, worker: int) -> None:
+        """Abandon whatever was begun, but for what others upload."""
+        self.uploads.pop(worker, None)
+        self._give_up()
+
+    def withdraw(self, worker: int, name: str) -> None:
+        """Give up what this worker has begun under this name, or uploaded."""
+        self.uploads.pop(worker, None)
+        if self.asked_by == worker and self.is_at(name):
+            self._give_up()
+
+    def left(self, worker: int) -> None:
+        """Give up what this worker asked for."""
+        self._read_no_further(worker)
+        self.uploads.pop(worker, None)
+        if self.asked_by == worker:
+            self._give_up()
 
     def reader_of(self, worker: int, *, begins: bool) -> Reader:
         """Return who goes through the state for a worker, which may begin anew."""
@@ -174,17 +190,15 @@ class Background:
             reader.leave()
         return reader
 
+    def _give_up(self) -> None:
+        self.checkpoint, self.since, self.task, self.loaded = "", 0, None, None
+        self._leave_view()
+
     def _leave_view(self) -> None:
         self.reader.leave()
         if self.frozen is not None:
             self.frozen.leave()
             self.frozen = None
-
-    def left(self, worker: int) -> None:
-        """Give up what this worker asked for."""
-        self._read_no_further(worker)
-        if self.asked_by == worker:
-            self.give_up()
 
     def _read_no_further(self, worker: int) -> None:
         if (reader := self.readers.pop(worker, None)) is not None:

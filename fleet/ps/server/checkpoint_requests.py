@@ -127,7 +127,7 @@ class CheckpointRequests:
         if self._is_durable and job.policy.shares_steps and save.version != job.rounds.gate.version:
             raise MissedError("a server was killed while it wrote its share", where=job.where)
         _check_standstill(job, save.version)
-        background.give_up()
+        background.begin_anew(arrival.worker)
         shard.prepare()
         since = shard.history.begin(save.id, save.after)
         if save.after and not since and shard.loses_rows:
@@ -171,9 +171,9 @@ class CheckpointRequests:
     def finish(self, job: Job, arrival: Arrival) -> None:
         """End what a worker began: a checkpoint is there, or has been given up."""
         end, background = arrival.request.settle, job.background
-        if not end.url and (background.task is None or background.task.name == end.id):
-            background.give_up()
-        elif end.url and end.id == background.checkpoint:
+        if not end.url:
+            background.withdraw(arrival.worker, end.id)
+        elif end.id == background.checkpoint:
             job.held().history.exists(end.id)
             background.finish_checkpoint(end.id, end.url)
         arrival.answer(pb.Reply())

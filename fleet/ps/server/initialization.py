@@ -235,7 +235,7 @@ class Initialization:
         job.times_brought += 1
         ready = arrival.request.ready
         if ready.anew:
-            self._replacement.take_over(job, ready.attempt, arrival.outbox)
+            self._replacement.take_over(job, ready.attempt, arrival.worker, arrival.outbox)
         else:
             _check_initializer(arrival.worker)
             job.initialized = True

@@ -374,7 +374,7 @@ class Moving:
                 Endpoint.parse(endpoint)
         note_move(self._durability, job, arrival.frame, arrival.outbox)
         if self._halt is None:
-            job.background.give_up()
+            job.background.stop()
             self._halt = _Halt(request.halt.attempt, request, is_recalled=self._is_replaying)
             if copying is not None:
                 copying.since = copying.following

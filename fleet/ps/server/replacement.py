@@ -79,7 +79,7 @@ class Replacement:
             arrival.answer(pb.Reply())
             return
         if not background.is_at(load.attempt):
-            background.give_up()
+            background.begin_anew(arrival.worker)
             old = job.held()
 
             def read() -> Frame:
@@ -107,13 +107,13 @@ class Replacement:
         assert background.task is not None
         background.task.answer(arrival.respond)
 
-    def take_over(self, job: Job, attempt: str, outbox: Outbox) -> None:
-        """Replace the values by those of this attempt, which every server has."""
+    def take_over(self, job: Job, attempt: str, worker: int, outbox: Outbox) -> None:
+        """Replace the values by those of this attempt of this worker, which every server has."""
         background = job.background
         if attempt == background.taken:
-            background.give_up()  # asked again
+            background.stop()  # asked again
             return
-        shard, loaded, uploads = job.held(), background.loaded, background.uploads
+        shard, loaded, uploads = job.held(), background.loaded, background.uploads.get(worker, ())
         is_read = loaded is not None and loaded.attempt == attempt and loaded.shard.plan is job.plans.current
         if not is_read and (loaded is not None or not uploads):
             if self._durability is not None:  # it was killed since, and can read again
