@@ -1658,6 +1658,30 @@ def test_what_does_not_go_together_is_refused() -> None:
         factory.create_geo_strategy(dense="all_reduce")  # type: ignore[call-arg]
 
 
+def test_sparse_gradients_of_a_modules_own_parameters_are_refused_by_name() -> None:
+    """Nobody can average them; one worker alone averages nothing."""
+
+    class Own(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = torch.nn.Parameter(torch.ones(4, 2))
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        model = Own()
+        optimizer = fleet_.distributed_optimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), sync(dense="all_reduce"), model=model
+        )
+        fleet_.init_worker()
+        found = torch.nn.functional.embedding(torch.tensor([worker]), model.rows, sparse=True)
+        optimizer.minimize(found.sum())
+
+    run_job(body, 1, 1)
+    job = Job(body, 2, 1)
+    job.join(job.start())
+    assert any("the gradient of 'rows' is sparse" in str(job.errors[f"worker {each}"]) for each in range(2))
+    assert any(isinstance(job.errors[f"worker {each}"], UnsupportedError) for each in range(2))
+
+
 def test_the_config_says_it_too() -> None:
     config = DistributeTranspilerConfig()
     with pytest.raises(ConfigurationError, match="dense is unknown"):

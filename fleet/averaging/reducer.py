@@ -100,6 +100,8 @@ class Reducer:
 
     def run(self, taking_part: bool) -> None:
         """Run a round on the gradients as they are; without taking part, on none."""
+        for name, param in zip(self._names, self._params, strict=True) if taking_part else ():
+            self._refuse_sparse(name, param.grad)
         self._taking_part = taking_part
         if not taking_part:
             for param in self._params:
@@ -135,14 +137,25 @@ class Reducer:
     # ---------------------------------------------------------------- within a backward
 
     @uncompiled
-    def _arrive(self, index: int, _: object) -> None:
+    def _arrive(self, index: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Note that a gradient is about to be accumulated."""
+        self._refuse_sparse(self._names[index], gradients[0])
         if self.enabled:
             if not self._is_open:
                 self._open()
             self._seen.add(index)
         else:
             self.has_more = True
+
+    @staticmethod
+    def _refuse_sparse(name: str, gradient: torch.Tensor | None) -> None:
+        """Refuse what a module's own parameter gets from ``F.embedding(…, sparse=True)``."""
+        if gradient is not None and gradient.is_sparse:
+            raise UnsupportedError(
+                f"the gradient of {name!r} is sparse, and workers average dense ones only",
+                todo="Look it up without sparse=True, or make it the weight of an nn.Embedding(…, sparse=True), whose "
+                "rows are on servers.",
+            )
 
     def _enter_round(self) -> None:
         self._turns.refuse_fork("backward()")

@@ -272,6 +272,18 @@ def _(s: Script) -> None:
     s.step(2)
 
 
+@refused(
+    "the same with Adagrad and `eps=0`",
+    "is sparse, and Adagrad with eps=0 takes dense ones only",
+    make=OwnRows,
+    optimizers=lambda model: [torch.optim.Adagrad(model.parameters(), lr=0.1, eps=0.0)],
+    before=None,
+)
+def _(s: Script) -> None:
+    s.begin()
+    s.step(2)
+
+
 class Token(nn.Embedding):
     """Begins in its own way, as embeddings of papers do."""
 

@@ -185,11 +185,14 @@ class Description:
         """Return what a sparse gradient of a dense parameter stands for, where torch, too, would step on it: that of a
         module's own parameter that it gave to ``F.embedding(…, sparse=True)``."""
         spec = self.spec.params[index]
-        rule, decay = RULES[self.spec.groups[spec.group].rule], self.groups[spec.group].get("weight_decay")
+        rule, group = RULES[self.spec.groups[spec.group].rule], self.groups[spec.group]
+        decay = group.get("weight_decay")
+        # Where nothing keeps a zero from being divided by zero, only a sparse gradient leaves other elements alone.
+        that = f" with weight_decay={decay}" if decay else " with eps=0" if group.get("eps") == 0 else ""
         if not self.has_model:
             why, todo = "", "Hand the model to distributed_optimizer(…, model=…), so that its sparse tables go remote."
-        elif not rule.takes_sparse or decay:
-            why = f", and {rule.name}{f' with weight_decay={decay}' if decay else ''} takes dense ones only"
+        elif not rule.takes_sparse or that:
+            why = f", and {rule.name}{that} takes dense ones only"
             todo = "Look it up without sparse=True, or make it the weight of an nn.Embedding(…, sparse=True)."
         else:
             return grad.to_dense()
