@@ -419,6 +419,46 @@ def test_a_job_that_stops_finishes_what_is_being_written(
     assert names(tmp_path) == ["step-00000002", *put_off]
 
 
+@pytest.mark.parametrize("on", ["this thread", "another thread"])
+def test_a_second_goodbye_amid_the_first_waits_for_what_is_being_written_too(
+    on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a handler of a signal."""
+    go, finish, jobs, failed = hold(monkeypatch), Checkpoints._finish, list[Fleet](), list[BaseException]()
+
+    def say_goodbye(job: Fleet) -> None:
+        try:
+            job.stop_worker()
+        except BaseException as error:
+            failed.append(error)
+
+    def interrupted(checkpoints: Checkpoints, within_s: float) -> None:
+        if jobs:
+            job = jobs.pop()
+            if on == "this thread":
+                say_goodbye(job)
+            else:
+                thread = threading.Thread(target=say_goodbye, args=(job,))
+                thread.start()
+                thread.join()
+        go.set()
+        finish(checkpoints, within_s)
+
+    monkeypatch.setattr(Checkpoints, "_finish", interrupted)
+
+    def body(job: Fleet, worker: int) -> None:
+        model, optimizer = join(job)
+        checkpoints = Checkpoints(tmp_path, every_steps=1, fleet=job)
+        train(model, optimizer, [0])
+        checkpoints.after_step()
+        jobs.append(job)
+        job.stop_worker()
+
+    run_job(body)
+    assert not failed
+    assert names(tmp_path) == ["step-00000001"]
+
+
 def test_a_job_that_stops_tells_of_what_could_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And says goodbye: to the others it has trained to its end."""
     monkeypatch.setattr(writer.CheckpointWriter, "commit", no_space)

@@ -318,7 +318,7 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
 
     def before_goodbye(self, finish: Callable[[], object]) -> None:
         """Have what still saves behind the training finish before this worker says that it is done."""
-        self._running_worker("Checkpoints()").before_goodbye.callback(finish)
+        self._running_worker("Checkpoints()").before_goodbye.append(finish)
 
     #: The rest of a save may be done on another thread, while this one trains.
     saves_behind = True

@@ -94,8 +94,8 @@ class WorkerRuntime:
         self.move_as_asked: Callable[[], None] = lambda: None
         #: gives that up
         self.before_close: Callable[[], None] = lambda: None
-        #: what has to end before the goodbye, the last to come first
-        self.before_goodbye = ExitStack()
+        #: what has to end before the goodbye, the last to come first; to end it twice does nothing
+        self.before_goodbye: list[Callable[[], object]] = []
         self._describe = describe
         self._strategy = strategy
         self._settings = settings
@@ -820,13 +820,17 @@ class WorkerRuntime:
             self.abort(f"its job had already failed{told}, and its script went on to stop_worker()")
             return
         try:
-            self.before_goodbye.close()
+            with ExitStack() as to_end:  # all of it, by each call: a signal, or another thread, may come meanwhile
+                for finish in self.before_goodbye:
+                    to_end.callback(finish)
         finally:
             self._say_goodbye()
 
     def _say_goodbye(self) -> None:
         try:
             with self.turns.take():
+                if self.stopped:
+                    return
                 self.finish_interrupted("stop_worker()")
                 self._flush_or_abort()
                 if self._dense is not None:
