@@ -671,6 +671,14 @@ class Sized(Score):
         return super().forward(*inputs) + torch.ones(len(inputs[0].tolist()), 2)
 
 
+class Keeping(torch.nn.Embedding):
+    """Looks up as torch's does, and holds something beside its rows."""
+
+    def __init__(self) -> None:
+        super().__init__(9, DIM, sparse=True)
+        self.register_buffer("kept", torch.zeros(1))
+
+
 class Doubling(fleet.nn.Embedding):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return super().forward(ids) * 2
@@ -696,6 +704,7 @@ EXPORTS: dict[str, tuple[Callable[[], torch.nn.Module], Any, type[FleetError], s
         r"torch.export cannot export.*at Branching, .*test_serving.py:\d+; got .*data-dependent",
     ),
     "a fixed batch": (lambda: Sized(_open()), (IDS,), UnsupportedError, "torch.export cannot export"),
+    "a table that holds more": (lambda: Score(Keeping()), (IDS % 9,), UnsupportedError, "'table' cannot be frozen"),
     "a class of the user's": (lambda: Score(Doubling(None, DIM)), (IDS,), UnsupportedError, "'table' cannot be frozen"),
     "a lock": (lambda: Locked(_open()), (IDS,), UnsupportedError, "the model cannot be copied.*lock"),
     "too many arguments": (lambda: Score(_open()), (IDS, IDS), UnsupportedError, "TypeError"),

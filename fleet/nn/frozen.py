@@ -183,7 +183,8 @@ def _lying_as(given: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 def _frozen(name: str, module: torch.nn.Module, table: FrozenTable) -> torch.nn.Module:
-    kind = looks_up_as(module)
+    holds_more = {*module._modules, *module._buffers, *module._parameters} != {"weight"}  # which its stand-in has not
+    kind = None if holds_more else looks_up_as(module)
     if kind in EMBEDDINGS:
         return FrozenEmbedding(module, table)
     if kind in BAGS:
