@@ -1,6 +1,6 @@
 """A click model on Fleet and on other systems, in turn on the same work: examples and CPU seconds.
 
-    python benchmarks/ctr.py [--quick] [--json FILE] [--figures FOLDER] [--peers FOLDER]
+    python benchmarks/ctr.py [--quick] [--json FILE] [--figures FOLDER] [--peers FOLDER] [--before CHECKOUT]
                              [--works PATTERN …] [--systems PATTERN …]
 
 The work is that of CTR-DNN: 26 slots of one id each, Zipf-distributed over a million, rows of 10 numbers, 13 numbers
@@ -11,6 +11,7 @@ learnable, and a system whose loss does not fall has no figure.
 Systems take turns, ``--rounds`` times, and what counts is the median of the ratios within a round, as absolute speed
 differs from hour to hour. Peers are found as virtual environments in ``--peers`` (or $BENCHMARK_PEERS), one folder
 each: paddle18, paddle26, tensorflow, torchrec; README.md tells how to make them. What is not there is left out.
+With ``--before`` a synchronous Fleet of another commit runs beside this one.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from figures import draw_bars
+from figures import draw_bars, draw_stacks
 from measuring import Cost, JobFailed, end_like_an_exit, median_ratio, print_table, progress, run_job, write_json
 
 
@@ -101,6 +102,8 @@ class System:
     venv: str | None = None
     does: Callable[[Kind], bool] = anything
     has_servers: bool = True
+    #: what its process finds before anything else
+    path: str = ""
 
     def processes(self, kind: Kind) -> dict[str, int]:
         if self.has_servers:
@@ -144,8 +147,18 @@ OTHERS = (
     System("torchrec sync", "torchrec_rows", "sync", "torchrec", sgd_on_one_table, has_servers=False),
 )
 SYSTEMS = (LOCAL, *OURS, *RPC, *PADDLE18, *OTHERS)
+#: Whose steps are drawn.
+SYNCHRONOUS = ("local torch", "fleet sync, before", "fleet sync", "fleet sync+prefetch, before", "fleet sync+prefetch")
 #: What the others are compared with, beside local torch: each with the peer in its own mode, ahead of time or not.
 AGAINST = {"paddle 1.8.5": PADDLE18, "torch rpc": RPC}
+
+
+def as_before(checkout: Path) -> tuple[System, ...]:
+    program = str(checkout / "benchmarks" / "peers" / "ours")
+    return tuple(
+        System(f"fleet {mode}, before", program, mode, None, sgd_alone, path=str(checkout))
+        for mode in ("sync", "sync+prefetch")
+    )
 
 
 def interpreter(system: System, peers: Path | None) -> str | None:
@@ -182,6 +195,7 @@ class Figures:
             "rate": lambda cost: cost.rate,
             "worker_cpu": lambda cost: cost.worker_cpu_s / cost.examples * 1e6,
             "server_cpu": lambda cost: cost.server_cpu_s / cost.examples * 1e6,
+            "waiting": lambda cost: cost.waiting_s / cost.examples * 1e6,
             "cpu": lambda cost: (cost.worker_cpu_s + cost.server_cpu_s) / cost.examples * 1e6,
         }[figure]
         return [None if cost is None else of(cost) for cost in self.costs[system]]
@@ -205,6 +219,7 @@ class Figures:
         row |= {
             "worker us/example": median("worker_cpu"),
             "server us/example": median("server_cpu"),
+            "waiting us/example": median("waiting"),
         }
         for name, family in AGAINST.items():
             row[f"CPU of {name}"] = ratio(opponent(system, family), "cpu")
@@ -226,14 +241,16 @@ def main() -> None:
     parser.add_argument("--figures", type=Path, help="also draw them, into this folder")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--peers", type=Path, default=os.environ.get("BENCHMARK_PEERS"), help="their environments")
+    parser.add_argument("--before", type=Path, help="a checkout of an earlier commit")
     parser.add_argument("--works", nargs="+", default=["*"], help=f"of {[kind.name for kind in KINDS]}")
     parser.add_argument("--systems", nargs="+", default=["*"], help=f"of {[system.name for system in SYSTEMS]}")
     options = parser.parse_args()
     peers = Path(options.peers).resolve() if options.peers else None
     rounds = 1 if options.quick else options.rounds
 
+    systems = (*SYSTEMS, *(as_before(options.before.resolve()) if options.before else ()))
     there: dict[System, str] = {}
-    for system, wanted in zip(SYSTEMS, chosen([each.name for each in SYSTEMS], options.systems), strict=True):
+    for system, wanted in zip(systems, chosen([each.name for each in systems], options.systems), strict=True):
         python = interpreter(system, peers)
         if wanted and python is None:
             print(f"{system.name}: left out, no {system.venv}/bin/python in --peers")
@@ -256,6 +273,7 @@ def main() -> None:
                     system.program,
                     kind.work(system.mode, options.quick),
                     python=there[system],
+                    environment={"PYTHONPATH": system.path} if system.path else {},
                     **system.processes(kind),
                 )
             except JobFailed as failure:
@@ -278,11 +296,29 @@ def main() -> None:
 
 
 def draw(folder: Path, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """Thousands of examples a second, of the works that one server and one worker do with SGD on one table."""
-    shown = [kind.name for kind in KINDS if sgd_alone(kind) and kind.name in rows]
-    groups = {name: {row["system"]: row["1000 examples/s"] or 0.0 for row in rows[name]} for name in shown}
+    """Thousands of examples a second, and where the time of a synchronous step goes, of the works that one server and
+    one worker do with SGD on one table."""
+    shown = [kind for kind in KINDS if sgd_alone(kind) and kind.name in rows]
+    groups = {kind.name: {row["system"]: row["1000 examples/s"] or 0.0 for row in rows[kind.name]} for kind in shown}
     if groups:
         draw_bars(folder / "systems.svg", groups, title="One server and one worker", x="1000 examples a second")
+    steps = {}
+    for kind in shown:
+        by_name = {row["system"]: row for row in rows[kind.name] if row["1000 examples/s"]}
+        steps[kind.name] = {name: parts(kind, by_name[name]) for name in SYNCHRONOUS if name in by_name}
+    if steps and all(steps.values()):
+        draw_stacks(folder / "synchronous-step.svg", steps, title="A synchronous step", x="microseconds")
+
+
+def parts(kind: Kind, row: Mapping[str, Any]) -> dict[str, float]:
+    """What the worker's main thread does in a step. What a server does while nobody waits for it is in none of them."""
+    waiting = kind.batch * row["waiting us/example"]
+    serving = min(waiting, kind.batch * (row["server us/example"] or 0.0))
+    return {
+        "worker computes": kind.batch / row["1000 examples/s"] * 1000 - waiting,
+        "waits for the server": serving,
+        "waits for the wire, and to be woken": waiting - serving,
+    }
 
 
 if __name__ == "__main__":

@@ -65,6 +65,29 @@ def draw_bars(path: Path, groups: Mapping[str, Mapping[str, float]], *, title: s
     _save(figure, path)
 
 
+def draw_stacks(path: Path, groups: Mapping[str, Mapping[str, Mapping[str, float]]], *, title: str, x: str) -> None:
+    """A panel for each group, with a bar for each name in it that is made of parts. All bars have the same parts."""
+    pyplot = _pyplot()
+    figure, panels = pyplot.subplots(
+        len(groups), 1, figsize=(6.4, 0.8 + 2.0 * len(groups)), layout="constrained", squeeze=False
+    )
+    for (axes,), (group, bars) in zip(panels, groups.items(), strict=True):
+        ends = dict.fromkeys(bars, 0.0)
+        for part in next(iter(bars.values())):
+            sizes = [bars[name][part] for name in bars]
+            drawn = axes.barh(list(bars), sizes, left=list(ends.values()), label=part)
+            widest = max(sum(bar.values()) for bar in bars.values())
+            shown = [f"{size:,.0f}" if size > 0.06 * widest else "" for size in sizes]
+            axes.bar_label(drawn, shown, label_type="center", fontsize=7, color="white")
+            ends = {name: end + size for (name, end), size in zip(ends.items(), sizes, strict=True)}
+        axes.set(title=group, xlabel=x)
+        axes.invert_yaxis()
+        axes.grid(axis="x", alpha=0.3)
+    figure.suptitle(title, fontsize=10)
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
+    _save(figure, path)
+
+
 def _pyplot() -> Any:
     import matplotlib
 

@@ -38,8 +38,9 @@ class JobFailed(Exception):
 @dataclass(frozen=True)
 class Cost:
     """What one job took, warm-up and start excluded. CPU seconds, and bytes of memory at the end, are those of all
-    workers, and of all servers, together; ``busiest`` is those of the busiest server, of the mean. ``foreign`` is how
-    many cores others used meanwhile: figures from a busy machine are worth little."""
+    workers, and of all servers, together; ``busiest`` is those of the busiest server, of the mean, and ``waiting_s``
+    how long the workers' main threads did not compute. ``foreign`` is how many cores others used meanwhile: figures
+    from a busy machine are worth little."""
 
     examples: int
     seconds: float
@@ -51,6 +52,7 @@ class Cost:
     last_loss: float
     foreign: float
     busiest: float = 1.0
+    waiting_s: float = 0.0
 
     @property
     def rate(self) -> float:
@@ -101,6 +103,7 @@ def run_job(
         for worker in working:
             worker.report("warm", deadline)
         before, busy_before, began = [each.cpu_s() for each in serving], busy_s(), time.monotonic()
+        computed_before = sum(each.main_thread_cpu_s() for each in working)
         for worker in working:
             worker.go()
         reports = [worker.report("done", deadline) for worker in working]
@@ -108,6 +111,7 @@ def run_job(
         by_server = [each.cpu_s() - began_with for each, began_with in zip(serving, before, strict=True)]
         server_cpu_s = sum(by_server)
         worker_cpu_s = sum(report["cpu_s"] for report in reports)
+        computed = sum(each.main_thread_cpu_s() for each in working) - computed_before
         busy = busy_s() - busy_before
         worker_bytes = sum(each.own_bytes() for each in working)
         server_bytes = sum(each.own_bytes() for each in serving)
@@ -128,6 +132,7 @@ def run_job(
         last_loss=statistics.mean(report["last_loss"] for report in reports),
         foreign=max(0.0, busy - server_cpu_s - worker_cpu_s) / took,
         busiest=max(by_server, default=0.0) * servers / server_cpu_s if server_cpu_s else 1.0,
+        waiting_s=sum(report["seconds"] for report in reports) - computed,
     )
 
 
@@ -202,6 +207,11 @@ class Process:
         with self._there():
             times = self._psutil.cpu_times()
         return times.user + times.system
+
+    def main_thread_cpu_s(self) -> float:
+        with self._there():
+            (main,) = [each for each in self._psutil.threads() if each.id == self._popen.pid]
+        return main.user_time + main.system_time
 
     def io_bytes(self) -> tuple[int, int]:
         """What it has read from files, and what it has written to them."""
