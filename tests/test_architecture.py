@@ -267,14 +267,26 @@ def nodes(module: str, *, at_import_only: bool = False) -> tuple[ast.AST, ...]:
 
 
 def walk(top: ast.AST, at_import_only: bool) -> Iterator[ast.AST]:
+    if not at_import_only:
+        yield from ast.walk(top)
+        return
     stack = [top]
     while stack:
         node = stack.pop()
         yield node
-        later = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        later = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
         typing = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        if not (at_import_only and (later or typing)):
+        if not (later or typing):
             stack.extend(ast.iter_child_nodes(node))
+
+
+def dotted(node: ast.AST) -> str:
+    """What a name, or an attribute of one, looks up; nothing for all else."""
+    attributes = []
+    while isinstance(node, ast.Attribute):
+        attributes.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(attributes)]) if isinstance(node, ast.Name) else ""
 
 
 @cache
@@ -368,7 +380,7 @@ def test_a_tensor_that_is_made_here_says_where() -> None:
     made = {f"torch.{name}" for name in MAKE_TENSORS.split()}
 
     def silent(module: str) -> list[int]:
-        calls = (node for node in nodes(module) if isinstance(node, ast.Call) and ast.unparse(node.func) in made)
+        calls = (node for node in nodes(module) if isinstance(node, ast.Call) and dotted(node.func) in made)
         return [call.lineno for call in calls if not any(each.arg == "device" for each in call.keywords)]
 
     found = {module: lines for module in WITH_CODE if (lines := silent(module))}
@@ -389,8 +401,8 @@ def uses(module: str) -> set[str]:
     found: set[str] = set()
     for node in nodes(module):
         found.update(imported(node))
-        if isinstance(node, ast.Name | ast.Attribute):
-            head, dot, rest = ast.unparse(node).partition(".")
+        if name := dotted(node):
+            head, dot, rest = name.partition(".")
             found.add(aliases.get(head, head) + dot + rest)
     return found
 
