@@ -455,6 +455,33 @@ def test_one_wrong_variable_is_told_alone(base: Env, change: Env, parts: list[st
     assert _has(lines, "expected", "found", *parts), lines
 
 
+@pytest.mark.parametrize("role", [{}, {"PADDLE_TRAINING_ROLE": "TRANERR"}])
+@pytest.mark.parametrize(
+    ("own", "part"),
+    [
+        ({"PADDLE_TRAINER_ID": "-1"}, "PADDLE_TRAINER_ID: expected a whole number of at least 0, found '-1'"),
+        ({"PADDLE_PSERVER_ID": "x"}, "PADDLE_PSERVER_ID: expected a whole number of at least 0, found 'x'"),
+        ({"PADDLE_CURRENT_ENDPOINT": "c"}, "PADDLE_CURRENT_ENDPOINT: expected host:port"),
+        ({"PADDLE_CURRENT_IP": "a b"}, "PADDLE_CURRENT_IP: expected this process's host, found 'a b'"),
+    ],
+)
+def test_one_mistake_hides_no_other(role: Env, own: Env, part: str) -> None:
+    lines = _complaints(
+        False, {"PADDLE_PSERVER_IPS": "a,,b", "PADDLE_PSERVER_PORT": "x", "PADDLE_TRAINERS": "two", **role, **own}
+    )
+    wrong = ["PADDLE_TRAINING_ROLE", "PADDLE_PSERVER_IPS", "PADDLE_PSERVER_PORT", "PADDLE_TRAINERS", part]
+    assert [name for name in wrong if not any(name in line for line in lines)] == []
+    assert len(lines) == len(wrong)
+
+
+@pytest.mark.parametrize("identity", [{"PADDLE_CURRENT_IP": "a b"}, {"PADDLE_TRAINER_ID": "x"}])
+def test_one_mistake_hides_no_other_in_a_collective_job(identity: Env) -> None:
+    lines = _complaints(True, {"PADDLE_TRAINER_IPS": "a,,b", "PADDLE_PSERVER_PORT": "x", **identity})
+    wrong = ["PADDLE_TRAINER_IPS", "PADDLE_PSERVER_PORT", *identity]
+    assert [name for name in wrong if not any(name in line for line in lines)] == []
+    assert len(lines) == len(wrong)
+
+
 def test_a_host_with_several_servers_needs_a_port() -> None:
     environ = {**PSERVER, "PADDLE_PSERVERS_IP_PORT_LIST": "a:1,a:2", "PADDLE_CURRENT_IP": "a"}
     lines = _complaints(False, _without(environ, "PADDLE_CURRENT_ENDPOINT"))

@@ -98,13 +98,22 @@ def _parameter_server(variables: Variables) -> Assignment:
     if not variables.given(*_WORKER_NUM, _WORKER_LIST):
         variables.missing(_WORKER_NUM, "how many trainers there are")
     index = 0
-    if role is Role.SERVER:
+    likely = _likely_role(variables) if role is None else role
+    if likely is Role.SERVER:
         index = _place(variables, servers, _SERVER_ID)
-    elif role is Role.WORKER:
+    elif likely is Role.WORKER:
         index = variables.need((_WORKER_ID,), *whole(0, below=worker_num), otherwise=0)
     variables.raise_complaints("a parameter-server job")
     assert role is not None, "raise_complaints has raised"
     return Assignment(role, index, worker_num, servers, workers, origin=_ORIGIN)
+
+
+def _likely_role(variables: Variables) -> Role | None:
+    """Return the role that other variables speak for, where none is given or none that is known: what is wrong with
+    them is told in the same error."""
+    if variables.given(_WORKER_ID):
+        return Role.WORKER
+    return Role.SERVER if variables.given(_SERVER_ID, _OWN_ENDPOINT, "PADDLE_CURRENT_IP") else None
 
 
 def _only_servers(variables: Variables) -> bool:
@@ -165,9 +174,10 @@ def _members(variables: Variables, listed: str, hosts: Sequence[str]) -> tuple[E
         if not agree:
             variables.complain((listed, *variables.given(*hosts)), "the same addresses in the same order")
     members = whole_list or ()
-    if not whole_list and host_list:
-        common = _port(variables) if any(port is None for _, port in host_list) else None
-        members = tuple(Endpoint(host, port or common or DEFAULT_PORT) for host, port in host_list)
+    if not whole_list and variables.given(*hosts):
+        # Of hosts that cannot be read, some would need the common port: it is checked together with them.
+        common = _port(variables) if host_list is None or any(port is None for _, port in host_list) else None
+        members = tuple(Endpoint(host, port or common or DEFAULT_PORT) for host, port in host_list or ())
     if len(set(members)) < len(members):
         names = (listed,) if whole_list else (*variables.given(*hosts), *variables.given(*_PORT))
         variables.complain(names, "no endpoint twice")
@@ -194,6 +204,8 @@ def _place(variables: Variables, members: tuple[Endpoint, ...], identity: str) -
         # A pod's address that is in no list is just that, where something else says who this is.
         if candidates or "PADDLE_CURRENT_IP" in names or not claims:
             claims[names] = candidates
+    elif variables.given(*_OWN_HOST):
+        _port(variables)  # it may belong to the host that cannot be read
     everyone = ",".join(map(str, members))
     if not variables.given(identity, _OWN_ENDPOINT, *_OWN_HOST):
         whose = f"which of {everyone} this process is" if members else "which of them this process is"
