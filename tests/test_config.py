@@ -31,7 +31,7 @@ def config(**settings: Any) -> DistributeTranspilerConfig:
 
 DEFAULTS: dict[str, Any] = {
     "slice_var_up": True,
-    "split_method": "RoundRobin",
+    "split_method": RoundRobin,
     "min_block_size": 8192,
     "enable_dc_asgd": False,
     "mode": "pserver",
@@ -157,13 +157,25 @@ def test_a_choice(name: str, good: list[object], bad: list[object]) -> None:
     ("value", "name"),
     [(RoundRobin, "RoundRobin"), ("RoundRobin", "RoundRobin"), (HashName, "HashName"), ("HashName", "HashName")],
 )
-def test_split_method_is_a_class_or_its_name(value: Any, name: str) -> None:
-    assert config(split_method=value).split_method == name
+def test_split_method_is_a_class_and_equal_to_its_name(value: Any, name: str) -> None:
+    method = config(split_method=value).split_method
+    assert method is {"RoundRobin": RoundRobin, "HashName": HashName}[name]
+    assert method == name
+    assert name == method
+    assert hash(method) == hash(name)
+    assert method != {"RoundRobin": HashName, "HashName": RoundRobin}[name]
+    assert method not in ("roundrobin", 1, None, Unknown, heir())
+    assert type(as_strategy(config(split_method=value)).split_method) is str
     assert as_strategy(config(split_method=value)).split_method == name
 
 
 class Unknown:
     pass
+
+
+def heir() -> type:
+    """A class that is made of a dispatcher, and has its name."""
+    return type(RoundRobin)("RoundRobin", (RoundRobin,), {})
 
 
 def impostor() -> type:
@@ -178,6 +190,7 @@ def impostor() -> type:
         ("", ConfigurationError),
         (Unknown, ConfigurationError),
         (impostor(), ConfigurationError),
+        (heir(), ConfigurationError),
         (str, ConfigurationError),
         (None, ArgumentTypeError),
         (1, ArgumentTypeError),
@@ -207,7 +220,7 @@ def test_splitting_send_and_receive_excludes_rounds_in_either_order() -> None:
 def test_repr_tells_what_was_changed() -> None:
     assert repr(DistributeTranspilerConfig()) == "DistributeTranspilerConfig()"
     changed = config(sync_mode=False, min_block_size=1, split_method=HashName)
-    assert repr(changed) == "DistributeTranspilerConfig(split_method='HashName', min_block_size=1, sync_mode=False)"
+    assert repr(changed) == "DistributeTranspilerConfig(split_method=HashName, min_block_size=1, sync_mode=False)"
 
 
 # --- as_strategy ------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from fleet.base import checks
 from fleet.base.spelling import unknown_setting
 from fleet.errors import ArgumentTypeError, ConfigurationError
-from fleet.plan.dispatch import DISPATCHERS
+from fleet.plan.dispatch import DISPATCHERS, Dispatcher, RoundRobin, name_of
 from fleet.plan.specs import DENSE, SERVERS, WIRE_DTYPES
 
 _MODES = ("pserver", "nccl2", "collective")
@@ -18,15 +18,18 @@ class DistributeTranspilerConfig:
     """Holds the settings of a distributed job, with the source system's names and defaults.
 
     Examples:
-        >>> from fleet.transpiler import DistributeTranspilerConfig
+        >>> from fleet.transpiler import DistributeTranspilerConfig, HashName
         >>> config = DistributeTranspilerConfig()
-        >>> config.sync_mode, config.min_block_size, config.split_method
-        (True, 8192, 'RoundRobin')
+        >>> config.sync_mode, config.min_block_size
+        (True, 8192)
+        >>> config.split_method = HashName  # or "HashName"
+        >>> config
+        DistributeTranspilerConfig(split_method=HashName)
     """
 
     _DEFAULTS: ClassVar[dict[str, Any]] = {
         "slice_var_up": True,
-        "split_method": "RoundRobin",
+        "split_method": RoundRobin,
         "min_block_size": 8192,
         "enable_dc_asgd": False,
         "mode": "pserver",
@@ -48,7 +51,8 @@ class DistributeTranspilerConfig:
     }
 
     slice_var_up: bool
-    split_method: str
+    #: ``RoundRobin`` or ``HashName``; each is equal to its name, which may be set as well.
+    split_method: type[Dispatcher] | str
     min_block_size: int
     enable_dc_asgd: bool
     mode: str
@@ -100,12 +104,11 @@ class DistributeTranspilerConfig:
         return checks.whole(name, value, least=0 if name == "hierarchical_allreduce_inter_nranks" else 1)
 
     @staticmethod
-    def _split_method(value: object) -> str:
-        name = value.__name__ if isinstance(value, type) else value
-        if not isinstance(name, str):
+    def _split_method(value: object) -> type[Dispatcher]:
+        if not isinstance(value, type | str):
             raise ArgumentTypeError("split_method must be RoundRobin or HashName, or its name", got=repr(value))
-        known = name in DISPATCHERS and (isinstance(value, str) or value is DISPATCHERS[name])
-        return name if known else str(_one_of("split_method", value, tuple(DISPATCHERS)))
+        _one_of("split_method", value, tuple(DISPATCHERS))
+        return DISPATCHERS[name_of(value)]
 
     def _check_split_send(self, name: str, value: bool) -> None:
         """Refuse to send apart from receiving in rounds, where that means nothing, in whichever order the two are
@@ -119,7 +122,8 @@ class DistributeTranspilerConfig:
 
     def __repr__(self) -> str:
         changed = {k: v for k, v in self.__dict__.items() if v != self._DEFAULTS[k]}
-        return f"DistributeTranspilerConfig({', '.join(f'{k}={v!r}' for k, v in changed.items())})"
+        told = (f"{k}={v.__name__ if isinstance(v, type) else repr(v)}" for k, v in changed.items())
+        return f"DistributeTranspilerConfig({', '.join(told)})"
 
 
 def _one_of(name: str, value: object, known: tuple[object, ...]) -> object:

@@ -18,7 +18,18 @@ class Dispatcher(Protocol):
         ...
 
 
-class RoundRobin:
+class _EqualToItsName(type):
+    """Makes a class equal to its name, as a script may set ``split_method`` to either and compare it with either."""
+
+    def __eq__(cls, other: object) -> bool:
+        named: object = DISPATCHERS.get(other) if isinstance(other, str) else other
+        return cls is named
+
+    def __hash__(cls) -> int:
+        return hash(cls.__name__)
+
+
+class RoundRobin(metaclass=_EqualToItsName):
     """Deals all blocks of all parameters in turn, with one cursor.
 
     Examples:
@@ -34,7 +45,7 @@ class RoundRobin:
         return [position % self.server_num for position in range(len(blocks))]
 
 
-class HashName:
+class HashName(metaclass=_EqualToItsName):
     """Places a block by a stable hash of its name: the same on every machine and in every process.
 
     Examples:
@@ -51,3 +62,8 @@ class HashName:
 
 
 DISPATCHERS: dict[str, type[Dispatcher]] = {cls.__name__: cls for cls in (RoundRobin, HashName)}
+
+
+def name_of(method: type[Dispatcher] | str) -> str:
+    """Return the name of a dispatcher, given as a class or by its name."""
+    return method if isinstance(method, str) else method.__name__

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from fleet.base import checks
 from fleet.errors import ArgumentTypeError, ConfigurationError
 from fleet.plan.config import DistributeTranspilerConfig
+from fleet.plan.dispatch import name_of
 from fleet.plan.specs import ALL_REDUCE, DENSE, MOST_PROCESSES, SERVERS, WIRE_DTYPES
 from fleet.strategy.collective import DistributedStrategy
 
@@ -400,7 +401,7 @@ def _from_config(config: DistributeTranspilerConfig) -> Strategy:
         dc_lambda=compensation,
         update_frequency=config.geo_sgd_need_push_nums if config.geo_sgd_mode else 1,
         slice_var_up=config.slice_var_up,
-        split_method=config.split_method,
+        split_method=name_of(config.split_method),
         min_block_size=config.min_block_size,
         wait_port=config.wait_port,
         print_log=config.print_log,
