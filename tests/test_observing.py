@@ -128,6 +128,21 @@ def test_a_worker_counts_what_it_does() -> None:
 
 
 @pytest.mark.parametrize("mode", STRATEGIES)
+def test_what_no_device_has_is_no_copy(mode: str) -> None:
+    """Else every job that waits for nobody would be told of copies that nobody made."""
+
+    def body(fleet_: Fleet, index: int) -> dict[str, float]:
+        model, optimizer = join(fleet_, mode)
+        train(model, optimizer, range(3))
+        fleet_.barrier_worker()
+        return dict(fleet_.summary()["figures"])
+
+    (figures,) = run_job(body)
+    assert figures["copy_seconds"] == 0
+    assert time_in_words([figures]) == ""
+
+
+@pytest.mark.parametrize("mode", STRATEGIES)
 def test_steps_of_before_are_no_speed(mode: str, tmp_path: Path) -> None:
     """A job that goes on from a checkpoint is at its step, and has not taken it."""
     network = LoopbackNetwork()

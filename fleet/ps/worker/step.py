@@ -107,8 +107,9 @@ class UserGradients:
         rows_away = {index: each for index, each in rows.items() if is_away(each.rows)}
         here = {index: each.merged() for index, each in rows.items() if index not in rows_away}
         taken = Gradients(dense, here, read, options, state=state).copied()
-        with self._copying:
-            copies, wait = bring([*away.values(), *(part for each in rows_away.values() for part in each[:2])])
+        leaving = [*away.values(), *(part for each in rows_away.values() for part in each[:2])]
+        with self._copying if leaving else nullcontext():
+            copies, wait = bring(leaving)
 
         def arrived() -> Gradients:
             wait()
