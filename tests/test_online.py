@@ -151,6 +151,23 @@ def test_what_a_predictor_is_asked_is_checked(predictor: serve.Server, body: Any
     assert asked(predictor, "GET", "/state")[0] == 200, "and it goes on"
 
 
+def test_visitors_come_for_so_long_from_the_first_answer_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A predictor listens before its model is there, and the first of them waits for it longer than all come."""
+    came: list[str] = []
+    now = [5.0]
+
+    def visit(shop: http.client.HTTPConnection, now_s: float, draw: Any) -> list[str]:
+        now[0] += 0 if came else 100
+        return ["1 2 0.5 1"]
+
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds))
+    monkeypatch.setattr(visitors, "time", clock)
+    monkeypatch.setattr(visitors, "visit", visit)
+    monkeypatch.setattr(visitors, "stream_at", lambda place: SimpleNamespace(add=came.extend, end=lambda: None))
+    visitors.main("clicks", 1, seconds=10 * visitors.EVERY_S)
+    assert 10 <= len(came) <= 11
+
+
 def test_fashion_changes_who_clicks() -> None:
     first, later = (visitors.chance(1, 0, now) for now in (visitors.PERIOD_S / 4, 3 * visitors.PERIOD_S / 4))
     assert first > 0.5 > later

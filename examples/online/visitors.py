@@ -50,7 +50,8 @@ def main(place: str, port: int, seconds: float) -> None:
         now = time.monotonic()
         try:
             stream.add(visit(shop, now - (began or now), draw))
-            began, heard_at = began or now, now
+            heard_at = time.monotonic()
+            began = began or heard_at  # the first of them may have waited for the predictor to be ready
         except (OSError, HTTPException) as error:  # the predictor starts, or starts again
             if now - heard_at > STARTUP_S:
                 sys.exit(f"nobody predicts at 127.0.0.1:{port}: {error}")
