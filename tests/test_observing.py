@@ -756,7 +756,9 @@ def test_top_shows_a_running_job(
 ) -> None:
     monkeypatch.setenv("FLEET_AUTH_TOKEN", "sesame")
 
-    assert re.search(r"^server 0 +\d+", until_it_trains(served, capsys), re.MULTILINE)
+    shown = until_it_trains(served, capsys)
+    assert re.search(r"^server 0 +\d+", shown, re.MULTILINE)
+    assert re.match(r"\S+ steps/s.*\nprocess +step", shown), "how fast it is stands above the table, as on a terminal"
 
     monkeypatch.setenv("FLEET_AUTH_TOKEN", "guess")
     assert cli.main(["top", served, "--once"]) == 1

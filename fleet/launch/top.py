@@ -63,7 +63,7 @@ def _show(source: Source, interval_s: float, once: bool) -> None:
 def _display(live: bool) -> Iterator[Callable[[list[Row], list[TableRow], list[HotId]], None]]:
     """Give a function that shows tables: over the one before on a terminal, else below it."""
     if not (live and is_possible(PROCESS_ENVIRONMENT) and find_spec("rich")):
-        yield lambda shown, tables, hot: print(f"{plain(shown, tables, hot)}\n{title(shown)}\n", flush=True)
+        yield lambda shown, tables, hot: print(f"{title(shown)}\n{plain(shown, tables, hot)}\n", flush=True)
         return
     from rich.live import Live
 
