@@ -402,7 +402,8 @@ def _plan(options: argparse.Namespace, command: list[str]) -> LaunchPlan:
     if part:
         if options.workers is None:
             raise ConfigurationError(
-                "--workers is missing", todo="Give both lists, or for a collective job this one, alike on all machines."
+                "--workers is missing",
+                todo="Give both lists, or for a collective job this one, before the script and alike on all machines.",
             )
         if options.servers is None:
             workers = parse_endpoints(options.workers, "worker")
@@ -528,6 +529,9 @@ def _check_numbers(server_num: int | None, worker_num: int | None) -> None:
     """Refuse numbers that make no job: a collective job has workers only."""
     for option, number in (("--worker_num", worker_num), ("--server_num", server_num)):
         if number is None and option == "--worker_num":
-            raise ConfigurationError(f"{option} is missing", todo="For example: --server_num 2 --worker_num 2.")
+            raise ConfigurationError(
+                f"{option} is missing",
+                todo="For example: --server_num 2 --worker_num 2, before the script: what follows it is the script's.",
+            )
         if number is not None and not 1 <= number <= MOST_PROCESSES:
             raise ConfigurationError(f"{option} is not usable", expected=f"1 to {MOST_PROCESSES}", got=number)
