@@ -847,3 +847,41 @@ def test_nothing_of_a_job_outlives_it_by_a_gradient(mode: str) -> None:
     with pytest.raises(UnsupportedError, match=r"asked for cos\(\), and the model"):
         doubled.cos()
     assert doubled.coalesce().values().shape == (5, DIM)
+
+
+#: What adds up the gradients of equal ids.
+ADDS_UP: dict[str, Callable[[list[torch.nn.Parameter]], Any]] = {
+    "clip": lambda params: clip_grad_norm_(params, 0.1),
+    "coalesce": lambda params: setattr(params[0], "grad", params[0].grad.coalesce()),  # type: ignore[union-attr]
+    "square": lambda params: setattr(params[0], "grad", params[0].grad * params[0].grad),  # type: ignore[operator]
+    "finite": lambda params: [each.grad.isfinite().all() for each in params if each.grad is not None],
+}
+
+
+@pytest.mark.parametrize("adds_up", ADDS_UP)
+@pytest.mark.parametrize("among_workers", [False, True])
+def test_minus_one_is_an_id_like_any_other(adds_up: str, among_workers: bool) -> None:
+    """``coalesce`` of torch takes it for none, if it is the smallest, and writes its row where no memory is."""
+    make = fleet.StrategyFactory.create_sync_strategy
+    strategy = make(dense="all_reduce", max_grad_norm=0.5) if among_workers else make()
+
+    def trained(first: int) -> list[list[torch.Tensor]]:
+        def body(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
+            model = torch.nn.Module()
+            model.emb = fleet.nn.Embedding(None, DIM, initializer="constant(0.5)")
+            model.scale = torch.nn.Parameter(torch.tensor([0.1, 0.2, 0.3]))
+            sgd = torch.optim.SGD([model.emb.weight, model.scale], lr=0.1)
+            optimizer = fleet_.distributed_optimizer(sgd, strategy, model=model)
+            fleet_.init_worker()
+            for ids in ([0], [0, 0, 4], [3, 0], [0, 6, 0, 5]):
+                optimizer.zero_grad()
+                for times in range(1, 3):
+                    (model.emb(torch.tensor(ids) + first) * model.scale * times).square().sum().backward()
+                ADDS_UP[adds_up]([model.emb.weight, model.scale])
+                optimizer.step()
+            return [model.emb(torch.arange(7) + first).detach().clone(), model.scale.detach().clone()]
+
+        return run_job(body, workers=1 + among_workers)
+
+    for ours, expected in zip(trained(-1), trained(7), strict=True):
+        assert_close(ours, expected)

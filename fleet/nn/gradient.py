@@ -50,7 +50,7 @@ _NATIVE = {
 }
 #: The same, with a gradient of rows for an answer.
 _ROWS = {
-    *("clone", "coalesce", "neg", "negative", "to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type"),
+    *("clone", "neg", "negative", "to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type"),
     *("positive", "__neg__", "__pos__", "contiguous", "detach", "data"),
 }
 _ITSELF = {"detach", "data", "contiguous"}
@@ -259,8 +259,28 @@ def _of_masks(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 def coalesce(gradient: torch.Tensor) -> torch.Tensor:
     """Add up what belongs to one row, in place."""
     if not gradient.is_coalesced():
-        gradient.data = gradient.coalesce()
+        gradient.data = _summed(gradient)
     return gradient
+
+
+def _summed(gradient: torch.Tensor) -> torch.Tensor:
+    """Return what ``gradient.coalesce()`` is to be: torch takes an id of -1, if no other is smaller, for no id at all,
+    and writes its row before the memory of all rows."""
+    ids = gradient._indices()[0]
+    if gradient.is_coalesced() or not len(ids) or int(ids.min()) != -1:
+        return gradient.coalesce()
+    distinct, places = torch.unique(ids, return_inverse=True)
+    of_places = torch.sparse_coo_tensor(
+        places[None], gradient._values(), gradient.shape, check_invariants=False, device=ids.device
+    )
+    return torch.sparse_coo_tensor(
+        distinct[None],
+        of_places.coalesce()._values(),
+        gradient.shape,
+        check_invariants=False,
+        is_coalesced=True,
+        device=ids.device,
+    )
 
 
 def by_rows(gradient: torch.Tensor) -> torch.Tensor:
@@ -332,6 +352,8 @@ def _answer(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: 
     if isinstance(first, RowGradient):
         if name in _ITSELF and not first.requires_grad:
             return first
+        if name == "coalesce":
+            return RowGradient.of(_summed(first), first._table)
         if name in _ROWS:
             return RowGradient.of(func(first, *rest, **kwargs), first._table)
         if name == "to_dense":
