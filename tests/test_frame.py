@@ -298,6 +298,23 @@ def test_lying_sizes_cost_no_memory(data: bytes) -> None:
         tracemalloc.stop()
 
 
+def test_what_is_kept_of_descriptions_has_a_bound() -> None:
+    """A description may have fields that mean nothing here, as large as a header."""
+    described = pb.Tensor(dtype="float32", shape=[0]).SerializeToString()
+    size = 1 << 20
+    unknown = b"\x7a" + bytes([size & 127 | 128, size >> 7 & 127 | 128, size >> 14])
+    tracemalloc.start()
+    try:
+        for number in range(8):
+            tensor = pb.Tensor.FromString(described + unknown + number.to_bytes(4, "little") + bytes(size - 4))
+            read = read_frame(pb.Reply, [raw(pb.Reply(tensors=[tensor]).SerializeToString())])
+            assert [each.shape for each in read.tensors] == [(0,)]
+        del read, tensor
+        assert tracemalloc.get_traced_memory()[0] < size
+    finally:
+        tracemalloc.stop()
+
+
 def test_no_memory_for_an_honest_payload(monkeypatch: pytest.MonkeyPatch) -> None:
     def empty(*_args: object, **_options: object) -> None:
         raise MemoryError

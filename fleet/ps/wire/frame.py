@@ -36,6 +36,8 @@ _PADDING = bytes(ALIGNMENT)
 #: Unless somebody says otherwise (FLEET_MAX_MESSAGE_MB).
 MAX_PAYLOAD_BYTES = SecuritySettings.max_message_bytes
 MAX_TENSORS = 1 << 16
+#: Of a tensor's description. An element type and sixteen dimensions have fewer.
+_MOST_KEPT_BYTES = 256
 
 M = TypeVar("M", pb.Request, pb.Reply)
 
@@ -104,13 +106,15 @@ def _described(dtype: str, shape: tuple[int, ...]) -> bytes:
     return pb.Request(tensors=[pb.Tensor(dtype=dtype, shape=shape)]).SerializeToString()
 
 
-@lru_cache(1 << 14)
 def _read_description(description: bytes) -> tuple[str, tuple[int, ...], int]:
-    """Return a tensor's element type and shape, and how many bytes it takes in a payload. Most are the same from step
-    to step."""
+    """Return a tensor's element type and shape, and how many bytes it takes in a payload."""
     tensor = pb.Tensor.FromString(description)
     dtype, shape = tensor.dtype, tuple(tensor.shape)
     return dtype, shape, padded(checked_size(dtype, shape))
+
+
+#: Most are the same from step to step.
+_read_again = lru_cache(1 << 14)(_read_description)
 
 
 #: Writes the next bytes that arrive over all of the memory it is given.
@@ -201,7 +205,10 @@ def _layout(message: Any, payload_size: int) -> list[tuple[int, str, tuple[int, 
         raise ProtocolError("a frame has too many tensors", expected=MAX_TENSORS, got=len(message.tensors))
     announced, offset = [], 0
     for tensor in message.tensors:
-        dtype, shape, size = _read_description(tensor.SerializeToString())
+        description = tensor.SerializeToString()
+        # A long one has fields that mean nothing here, and is not kept: the header may have been full of it.
+        read = _read_again if len(description) <= _MOST_KEPT_BYTES else _read_description
+        dtype, shape, size = read(description)
         announced.append((offset, dtype, shape))
         offset += size
         if offset > payload_size:
