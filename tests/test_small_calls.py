@@ -198,6 +198,27 @@ def is_hung_up(sock: socket.socket) -> bool:
         return True
 
 
+@pytest.mark.parametrize("size", [0, 1, 1000])
+def test_calls_that_come_faster_than_answers_leave_wait_in_the_socket(
+    echo: tuple[Echo, SmallCallListener], size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has come takes no more memory than one message, and none of it is lost."""
+    most, read = [0], small_calls._Peer.read
+
+    def watched(peer: Any) -> None:
+        read(peer)
+        most[0] = max(most[0], len(peer.came))
+
+    monkeypatch.setattr(small_calls._Peer, "read", watched)
+    count = 400_000 // (size + 4)
+    with connected(echo[1].door) as sock:
+        sender = threading.Thread(target=sock.sendall, args=(framed(b"x" * size) * count,))
+        sender.start()
+        assert {received(sock) for _ in range(count)} == {b"x" * 2 * size}
+        sender.join(PATIENCE_S)
+    assert 0 < most[0] <= len(framed(bytes(MOST_ASKED)))
+
+
 @pytest.mark.parametrize(
     ("key", "sent"),
     [
@@ -349,6 +370,36 @@ def test_without_descriptors_others_are_served_and_the_doors_open_again(
             fresh.sendall(echo[1].door.key + framed(b"y"))
             assert received(fresh) == b"yy"
     assert caplog.text.count("could be taken") < 20, "it does not spin"
+
+
+def test_without_descriptors_nobody_is_let_in_at_any_door_and_the_others_are_served() -> None:
+    answer, port = Echo(), free_port()
+    with contextlib.ExitStack() as opened:
+        listener = SmallCallListener(HERE, port, answer, only_near=False)
+        opened.callback(listener.close)
+        good = opened.enter_context(connected(listener.door))
+        answer.goes_on.clear()
+        opened.callback(answer.goes_on.set)
+        good.sendall(framed(b"x"))
+        until(lambda: answer.batches == [1])
+        late = [opened.enter_context(socket.socket(family)) for family in (socket.AF_UNIX, socket.AF_INET)]
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, most[1]))
+        try:
+            # Both have come when the listener looks next.
+            late[0].connect("\0" + listener.door.local)
+            late[1].connect(("127.0.0.1", port))
+            answer.goes_on.set()
+            assert received(good) == b"xx"
+            until(lambda: listener._is_shut)
+            good.sendall(framed(b"y"))
+            assert received(good) == b"yy"
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, most)
+        for sock in late:
+            sock.settimeout(PATIENCE_S)
+            sock.sendall(listener.door.key + framed(b"z"))
+            assert received(sock) == b"zz"
 
 
 # ---------------------------------------------------------------------------------------------- replicas

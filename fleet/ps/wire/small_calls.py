@@ -75,8 +75,12 @@ class _Peer:
         self.since = now
 
     def read(self) -> None:
-        """Take what has come; raise ``OSError`` if the peer hangs up."""
-        came = self.sock.recv(MOST_ASKED + _LENGTH.size)
+        """Take what has come, as much as one message may have, as what is there has to be answered first; raise
+        ``OSError`` if the peer hangs up."""
+        room = MOST_ASKED + _LENGTH.size - len(self.came)
+        if not room:
+            return
+        came = self.sock.recv(room)
         if not came:
             raise ConnectionResetError("the peer hung up")
         self.came = self.came + came if self.came else came
@@ -165,7 +169,7 @@ class SmallCallListener:
             self._selector.close()
 
     def _let_in(self, door: object) -> None:
-        if not isinstance(door, socket.socket) or door is self._woken:
+        if not isinstance(door, socket.socket) or door is self._woken or self._is_shut:
             return
         try:
             sock, _ = door.accept()
