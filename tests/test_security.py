@@ -542,6 +542,24 @@ def test_files_that_cannot_be_used(files: Files, tmp_path: Path, endpoint: Endpo
         real_network(ProcessSettings.read(server)).connect(endpoint)
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1", "cp1251"])
+def test_what_is_written_beside_certificates_is_in_any_encoding(
+    encoding: str, files: Files, tmp_path: Path, endpoint: Endpoint, listen: Callable[[Environ], None]
+) -> None:
+    """As in the bundles of authorities that systems have, where each stands under its name."""
+    remark = {"cp1251": "Удостоверяющий центр"}.get(encoding, "Autorità di certificazione")
+
+    def remarked(path: str) -> str:
+        made = tmp_path / Path(path).name
+        made.write_bytes(f"# {remark}\n".encode(encoding) + Path(path).read_bytes())
+        return str(made)
+
+    given = {**files.issued("127.0.0.1"), **files.trusting()}
+    environ = {name: remarked(path) for name, path in given.items()}
+    listen(environ)
+    assert asked(endpoint, environ) == 7
+
+
 def test_a_key_with_a_password_asks_nobody_for_it(files: Files, tmp_path: Path, endpoint: Endpoint) -> None:
     from cryptography.hazmat.primitives import serialization as pem
 

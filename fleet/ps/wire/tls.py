@@ -81,7 +81,7 @@ class Tls:
         context.num_tickets = 0  # after the handshake a server says nothing by itself
         context.load_cert_chain(self.settings.cert, self.settings.key, password="")
         if self.authority is not None:
-            context.load_verify_locations(cadata=self.authority.decode("ascii", "replace"))
+            context.load_verify_locations(cadata=_text(self.authority))
             context.verify_mode = ssl.CERT_REQUIRED
         return context
 
@@ -182,12 +182,17 @@ def _read(variable: str, path: str) -> bytes | None:
 def _trusting(authority: bytes, variable: str, path: str) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:
-        context.load_verify_locations(cadata=authority.decode("ascii", "replace"))
+        context.load_verify_locations(cadata=_text(authority))
     except (ssl.SSLError, ValueError) as error:
         raise ConfigurationError(
             f"{variable} holds no certificate", where=path, expected="PEM", got=_reason(error)
         ) from None
     return context
+
+
+def _text(certificates: bytes) -> str:
+    """Return certificates as ``ssl`` takes them. What is written beside them may be in any encoding."""
+    return certificates.decode("ascii", "replace").replace("\N{REPLACEMENT CHARACTER}", "?")
 
 
 def _curious() -> ssl.SSLContext:
