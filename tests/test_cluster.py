@@ -29,6 +29,7 @@ def test_parse(text: str, host: str, port: int) -> None:
         *("", "a", ":1", "a:", "a:b", "a:-1", "a:+1", "a:65536", "a:1.0", "a: 1", "a:²", "a:" + "9" * 5000),
         *("a b:1", "a,b:1", "http://a:1", "::1:1", "[a]:1", "[::1:1", "[]:1", "[::g]:1"),
         *(".a:1", "a..b:1", "a" * 64 + ":1", "a\0b:1", "a\udcff:1"),
+        *("user@a:1", "a?b:1", "a#b:1", "a%62:1", "a\\b:1"),
     ],
 )
 def test_malformed(text: str) -> None:

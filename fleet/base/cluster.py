@@ -69,7 +69,9 @@ def _host(text: str) -> str | None:
             return f"[{IPv6Address(text[1:-1])}]"
         except ValueError:
             return None
-    return text if text.isprintable() and not any(c in " /,:[]" for c in text) and _can_be_asked_for(text) else None
+    # No name of a host has one of these, and in a URI, as gRPC reads it, some of them end the host.
+    is_sound = text.isprintable() and not any(c in " /,:[]?#%@\\" for c in text)
+    return text if is_sound and _can_be_asked_for(text) else None
 
 
 def _can_be_asked_for(name: str) -> bool:
