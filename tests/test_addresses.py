@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import ipaddress
 import logging
 import os
 import socket
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -147,6 +149,49 @@ def test_a_name_for_loopback_is_warned_of(monkeypatch: pytest.MonkeyPatch, caplo
 
 
 # ---------------------------------------------------------------------------------------------- IPv6
+
+
+def _link_local() -> str | None:
+    """An address that means something together with an interface only."""
+    for _, interface in socket.if_nameindex():
+        for line in Path("/proc/net/if_inet6").read_text().splitlines() if _has_ipv6() else ():
+            digits, *_, name = line.split()
+            if digits.startswith("fe80") and name == interface:
+                return f"[{ipaddress.IPv6Address(int(digits, 16))}%{interface}]"
+    return None
+
+
+@pytest.mark.skipif(_link_local() is None, reason="this machine has no link-local address")
+@pytest.mark.parametrize("direct", ["", "off"])
+def test_an_address_of_one_link(listen: Callable[..., Listener], direct: str) -> None:
+    host = _link_local()
+    assert host is not None
+    endpoint = Endpoint.parse(f"{host}:{free_port()}")
+    listen(endpoint, {"FLEET_DIRECT_PORT": direct})
+    assert asked(endpoint, {}) == 7
+
+
+def test_a_way_to_any_of_a_hosts_addresses_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first one may be of a kind that this machine does not have, or on a network that it does not reach."""
+
+    class Probe(socket.socket):
+        def connect(self, address: Any) -> None:
+            if self.family is socket.AF_INET6:
+                raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+        def getsockname(self) -> tuple[str, int]:
+            return "10.0.0.9", 7
+
+    found: list[tuple[object, ...]] = [
+        (family, socket.SOCK_DGRAM, 0, "", (host, 1))
+        for family, host in ((socket.AF_INET6, "2001:db8::1"), (12345, "?"), (socket.AF_INET, "10.0.0.1"))
+    ]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    monkeypatch.setattr(socket, "socket", Probe)
+    network, towards = real_network(ProcessSettings.read({})), Endpoint("server.example.com", 1)
+    assert network.own_address(towards) == "10.0.0.9"
+    del found[2]
+    assert network.own_address(towards) == "127.0.0.1"
 
 
 @needs_ipv6

@@ -119,7 +119,8 @@ def tcp_door(endpoint: Endpoint, port: int) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         # "All addresses" of a machine are those of both kinds, as for gRPC.
         both = address[0] == "::" and socket.has_dualstack_ipv6()
-        return socket.create_server(address[:2], family=family, backlog=128, dualstack_ipv6=both)
+        # With all its parts: an address of one link has its interface among them.
+        return socket.create_server(address, family=family, backlog=128, dualstack_ipv6=both)
     except OSError as error:
         raise ConfigurationError(
             "cannot take direct connections here",

@@ -77,11 +77,12 @@ class GrpcNetwork:
     def own_address(self, towards: Endpoint) -> str:
         with contextlib.suppress(OSError, UnicodeError):
             host = towards.host.strip("[]")
-            family, _, _, _, address = socket.getaddrinfo(host, towards.port, type=socket.SOCK_DGRAM)[0]
-            # Connecting a datagram socket sends nothing: it only asks which address such a packet would carry.
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect(address)
-                return str(probe.getsockname()[0])
+            for family, _, _, _, address in socket.getaddrinfo(host, towards.port, type=socket.SOCK_DGRAM):
+                # Connecting a datagram socket sends nothing: it only asks which address such a packet would carry.
+                # There may be no way to some of a host's addresses.
+                with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+                    probe.connect(address)
+                    return str(probe.getsockname()[0])
         return "127.0.0.1"
 
 
