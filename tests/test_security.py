@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import datetime
 import logging
@@ -16,6 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -540,6 +542,39 @@ def test_files_that_cannot_be_used(files: Files, tmp_path: Path, endpoint: Endpo
             real_network(ProcessSettings.read(environ)).listen(endpoint, _echo)
     with pytest.raises(ConfigurationError, match="cannot tell its servers from strangers without FLEET_TLS_CA"):
         real_network(ProcessSettings.read(server)).connect(endpoint)
+
+
+@pytest.mark.parametrize("change", ["gone", "of others"])
+def test_files_that_change_matter_to_later_processes_only(
+    change: str, files: Files, tmp_path: Path, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where certificates are renewed: a process keeps those that it began with, over gRPC and beside it."""
+    monkeypatch.setattr("fleet.ps.wire.direct_server.local_door", _no_door)
+    given = {**files.issued("127.0.0.1"), **files.trusting()}
+    environ = {name: str(shutil.copy(path, tmp_path)) for name, path in given.items()}
+    server, worker = (real_network(ProcessSettings.read({**environ, "FLEET_DIRECT_PORT": "0"})) for _ in range(2))
+    if change == "gone":
+        shutil.rmtree(tmp_path)
+    else:
+        others = {**files.issued("127.0.0.1", by="theirs"), **files.trusting("theirs")}
+        for name, path in others.items():
+            shutil.copy(path, environ[name])
+    counted = Mock(side_effect=direct_client.DirectCall)
+    monkeypatch.setattr(direct_client, "DirectCall", counted)
+    with contextlib.ExitStack() as stack:
+        early, channel = worker.connect(endpoint), worker.connect(endpoint)
+        for each in (early, channel):
+            stack.callback(each.close)
+        with pytest.raises(TransportError, match="unavailable"):
+            early.start(Frame(pb.Request(step=7)), 10.0).result()
+        stack.callback(server.listen(endpoint, _echo).close)
+        for _ in range(2):
+            assert channel.start(Frame(pb.Request(step=7)), 10.0).result().message.version == 7
+    assert counted.call_count == 2
+
+
+def _no_door(_: str) -> socket.socket:
+    raise OSError("none of this machine's own")
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "latin-1", "cp1251"])

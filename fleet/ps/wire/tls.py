@@ -15,6 +15,9 @@ from fleet.base.cluster import Endpoint
 from fleet.base.settings import SecuritySettings
 from fleet.errors import AuthenticationError, ConfigurationError
 
+#: Without it gRPC's servers speak to nobody; ours do not ask.
+_ALPN = ["h2"]
+
 #: A handshake to find out why gRPC's failed may take so long.
 PROBE_S = 5.0
 
@@ -27,23 +30,24 @@ class Tls:
     certificate: bytes | None
     key: bytes | None = field(repr=False)
     authority: bytes | None
+    #: what a worker demands and shows, and what a server does where its peers are of its own kind; the files may be
+    #: others, or none, by the time of a later connection
+    of_worker: ssl.SSLContext | None = field(repr=False)
+    of_server: ssl.SSLContext | None = field(repr=False)
 
     @classmethod
     def read(cls, settings: SecuritySettings) -> Tls | None:
         """Read the files that are named; return None where none is."""
         if not (settings.cert or settings.ca):
             return None
-        tls = cls(
-            settings,
+        certificate, key, authority = (
             _read("FLEET_TLS_CERT", settings.cert),
             _read("FLEET_TLS_KEY", settings.key),
             _read("FLEET_TLS_CA", settings.ca),
         )
-        if tls.authority is not None:
-            _trusting(tls.authority, "FLEET_TLS_CA", settings.ca)
-        if tls.certificate is not None:
-            _try_out(settings, tls.certificate)
-        return tls
+        of_worker = None if authority is None else _of_worker(settings, authority)
+        of_server = None if certificate is None else _of_server(settings, certificate, authority)
+        return cls(settings, certificate, key, authority, of_worker, of_server)
 
     @property
     def mutual(self) -> bool:
@@ -68,22 +72,13 @@ class Tls:
 
     def context(self) -> ssl.SSLContext:
         """Return the context with what a worker demands and shows."""
-        assert self.authority is not None
-        context = _trusting(self.authority, "FLEET_TLS_CA", self.settings.ca)
-        if self.certificate is not None:
-            context.load_cert_chain(self.settings.cert, self.settings.key, password="")
-        return context
+        assert self.of_worker is not None, "check_for_worker has passed"
+        return self.of_worker
 
     def server_context(self) -> ssl.SSLContext:
         """Return the context with what a server demands and shows where its peers are of its own kind."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.num_tickets = 0  # after the handshake a server says nothing by itself
-        context.load_cert_chain(self.settings.cert, self.settings.key, password="")
-        if self.authority is not None:
-            context.load_verify_locations(cadata=_text(self.authority))
-            context.verify_mode = ssl.CERT_REQUIRED
-        return context
+        assert self.of_server is not None, "check_for_server has passed"
+        return self.of_server
 
     def name_of(self, endpoint: Endpoint) -> str:
         """Return the name that the certificate of a server has to have."""
@@ -98,7 +93,6 @@ def why_no_handshake(endpoint: Endpoint, tls: Tls | None) -> AuthenticationError
     host = endpoint.host.strip("[]")
     name = host if tls is None else tls.name_of(endpoint)
     context = _curious() if tls is None else tls.context()
-    context.set_alpn_protocols(["h2"])
     try:
         with create_connection((host, endpoint.port), PROBE_S) as plain:
             try:
@@ -200,15 +194,34 @@ def _curious() -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
+    context.set_alpn_protocols(_ALPN)
     return context
 
 
-def _try_out(settings: SecuritySettings, certificate: bytes) -> None:
-    """Shake hands in memory with a peer that trusts exactly this certificate: what fails then is the certificate's own
-    fault."""
-    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+def _of_worker(settings: SecuritySettings, authority: bytes) -> ssl.SSLContext:
+    context = _trusting(authority, "FLEET_TLS_CA", settings.ca)
+    context.set_alpn_protocols(_ALPN)
+    if settings.cert:
+        _show(context, settings)
+    return context
+
+
+def _of_server(settings: SecuritySettings, certificate: bytes, authority: bytes | None) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.num_tickets = 0  # after the handshake a server says nothing by itself
+    _show(context, settings)
+    _try_out(context, settings, certificate)
+    if authority is not None:
+        context.load_verify_locations(cadata=_text(authority))
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def _show(context: ssl.SSLContext, settings: SecuritySettings) -> None:
+    """Have a context show the certificate, which has to have this key."""
     try:
-        server.load_cert_chain(settings.cert, settings.key, password="")
+        context.load_cert_chain(settings.cert, settings.key, password="")
     except (ssl.SSLError, OSError) as error:
         raise ConfigurationError(
             "FLEET_TLS_CERT and FLEET_TLS_KEY are not a certificate and its key",
@@ -216,6 +229,11 @@ def _try_out(settings: SecuritySettings, certificate: bytes) -> None:
             expected="PEM, the key without a password",
             got=_reason(error),
         ) from None
+
+
+def _try_out(server: ssl.SSLContext, settings: SecuritySettings, certificate: bytes) -> None:
+    """Shake hands in memory with a peer that trusts exactly this certificate: what fails then is the certificate's own
+    fault."""
     client = _trusting(certificate, "FLEET_TLS_CERT", settings.cert)
     client.check_hostname = False
     client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
