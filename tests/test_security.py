@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import socket
+import ssl
 import subprocess
 import threading
 import time
@@ -542,6 +543,22 @@ def test_files_that_cannot_be_used(files: Files, tmp_path: Path, endpoint: Endpo
             real_network(ProcessSettings.read(environ)).listen(endpoint, _echo)
     with pytest.raises(ConfigurationError, match="cannot tell its servers from strangers without FLEET_TLS_CA"):
         real_network(ProcessSettings.read(server)).connect(endpoint)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("ps0.example.com:1", "ps0.example.com"),
+        ("10.0.0.1:1", "10.0.0.1"),
+        ("[fd00::1]:1", "fd00::1"),
+        ("[fe80::1%eth0]:1", "fe80::1"),
+    ],
+)
+def test_the_name_that_a_certificate_is_for(text: str, name: str, files: Files) -> None:
+    tls = Security.of(SecuritySettings.read({**files.issued("worker"), **files.trusting()})).tls
+    assert tls is not None
+    assert tls.name_of(Endpoint.parse(text)) == name
+    tls.context().wrap_bio(ssl.MemoryBIO(), ssl.MemoryBIO(), server_hostname=name)
 
 
 @pytest.mark.parametrize("change", ["gone", "of others"])

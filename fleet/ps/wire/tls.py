@@ -81,8 +81,9 @@ class Tls:
         return self.of_server
 
     def name_of(self, endpoint: Endpoint) -> str:
-        """Return the name that the certificate of a server has to have."""
-        return self.settings.server_name or endpoint.host.strip("[]")
+        """Return the name that the certificate of a server has to have; the interface to an address of one link, which
+        differs from machine to machine, is no part of it."""
+        return self.settings.server_name or endpoint.host.strip("[]").partition("%")[0]
 
 
 def why_no_handshake(endpoint: Endpoint, tls: Tls | None) -> AuthenticationError | None:
