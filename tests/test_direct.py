@@ -306,6 +306,19 @@ def test_a_server_of_its_own_machine_takes_no_port(stack: contextlib.ExitStack) 
         assert bool(listener.address.port) == port or not listener.address.local
 
 
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the system has no such limit")
+def test_no_side_waits_long_for_a_connection_that_is_gone(
+    listener: DirectListener, stack: contextlib.ExitStack
+) -> None:
+    """Where something between the machines has forgotten it, the system alone would go on for a quarter of an hour."""
+    ours = connected(listener, stack)
+    ours.tune()
+    until(lambda: [each.known for each in listener.connections._all] == [True])
+    for sock in (ours.sock, *(each.line.sock for each in listener.connections._all)):
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 60_000
+
+
 def test_somebody_else_at_the_port(
     control: Counting, stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,6 +36,7 @@ class Machines:
     def __init__(self, python: Path) -> None:
         self._python = python
         self.deadline_s = 4.0  #: of silence; short enough to wait for it
+        self.variables: dict[str, str] = {}  #: of all processes, beside those that they need
         self._names = [f"fleet-{os.getpid()}-{what}" for what in ("bridge", "server", "worker")]
         self._started: list[subprocess.Popen[str]] = []
 
@@ -100,6 +101,7 @@ class Machines:
             PADDLE_TRAINERS_NUM=str(workers),
             FLAGS_rpc_deadline=str(int(1000 * self.deadline_s)),
             FLEET_HEARTBEAT_S="0.2",
+            **self.variables,
             **variables,
         )
 
@@ -195,6 +197,24 @@ def test_a_network_that_loses_delays_repeats_and_damages(machines: Machines, mod
     told = json.loads(ended(switch)[1])
     assert told["frames"] > 1000, told
     assert all(told[what] > 0 for what in ("lost", "duplicate", "corrupt", "overtaken")), told
+
+
+@pytest.mark.netns
+@pytest.mark.parametrize("direct", ["0", "off"])
+def test_a_firewall_that_forgets_the_connections_there_are(machines: Machines, direct: str) -> None:
+    """Nobody is told that they are gone, but new ones come about: what was under way is sent again over those."""
+    machines.deadline_s, machines.variables = 180.0, {"FLEET_DIRECT_PORT": direct}
+    switch = machines.treat_badly()
+    server, worker = machines.server("train.py"), machines.worker("train.py", "again")
+    line(worker, "step 3")
+    switch.send_signal(signal.SIGUSR1)
+    code, out, err = ended(worker)
+    assert code == 0, err
+    assert out.endswith(f"weight {-sum(range(1, 41))}.0 row -14.0\n")
+    code, _, err = ended(server)
+    assert code == 0, err
+    switch.terminate()
+    assert json.loads(ended(switch)[1])["forgotten"] > 0
 
 
 #: One that answers when all of so many bytes are there, and one that sends them and tells how long that took.

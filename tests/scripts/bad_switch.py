@@ -4,7 +4,8 @@ It runs in a network namespace, on veth cables that are plugged into no bridge, 
 and gives them to the other, as packet sockets do; that needs root and no module of the kernel's. Faults are shares of
 the frames, and ``delay_s``, which each frame has a random part of, so that many overtake others. ``latency_s`` and
 ``bits_per_s`` are no faults but the length and the width of a cable: frames arrive so much later, one after the other,
-in their order. When it is told to end it prints how many frames it treated how.
+in their order. By SIGUSR1 it forgets every connection that it has seen, as a firewall does that is started again: what
+belongs to one vanishes from then on. When it is told to end it prints how many frames it treated how.
 """
 
 from __future__ import annotations
@@ -60,6 +61,9 @@ class Switch:
         #: when a frame leaves, its number, to which socket
         self._under_way: list[tuple[float, int, int, bytes]] = []
         self._newest = [-1, -1]
+        #: the pairs of TCP ports that were seen, and those that were forgotten
+        self._connections: set[bytes] = set()
+        self._forgotten: set[bytes] = set()
         self.told: Counter[str] = Counter()
 
     def run(self) -> None:
@@ -75,7 +79,7 @@ class Switch:
         if address[2] == _OUTGOING:  # what this switch has sent itself
             return
         self.told["frames"] += 1
-        if self._strikes("lost", self._loss):
+        if self._strikes("lost", self._loss) or self._is_forgotten(frame):
             return
         if frame[_ETHERNET - 2 : _ETHERNET] == _IPV4 and self._strikes("corrupt", self._corrupt):
             at = self._random.randrange(_ETHERNET, len(frame))
@@ -86,6 +90,19 @@ class Switch:
             self._free_at[to] = sent
             arrives = sent + self._latency_s + self._delay_s * self._random.random()
             heapq.heappush(self._under_way, (arrives, next(self._numbers), to, frame))
+
+    def forget(self) -> None:
+        self._forgotten |= self._connections
+
+    def _is_forgotten(self, frame: bytes) -> bool:
+        if frame[_ETHERNET - 2 : _ETHERNET] != _IPV4 or frame[_ETHERNET + 9] != socket.IPPROTO_TCP:
+            return False
+        ports = frame[_ETHERNET + 20 : _ETHERNET + 24]  # IP's header has no options here
+        pair = min(ports, ports[2:] + ports[:2])
+        self._connections.add(pair)
+        is_forgotten = pair in self._forgotten
+        self.told["forgotten"] += is_forgotten
+        return is_forgotten
 
     def _strikes(self, what: str, share: float) -> bool:
         strikes = self._random.random() < share
@@ -103,6 +120,7 @@ def main() -> None:
     switch = Switch([first, second], **json.loads(faults))
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1)  # a pause is over when it is over, and not 50 us later
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    signal.signal(signal.SIGUSR1, lambda *_: switch.forget())
     print("forwards", flush=True)
     try:
         switch.run()
