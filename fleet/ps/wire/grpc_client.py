@@ -37,8 +37,8 @@ _OPTIONS = [
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.http2.lookahead_bytes", 1 << 22),
     # Who has sent what nobody acknowledges knows within a minute that the connection is gone. That comes with pings, of
-    # which servers want no more than one in five minutes.
-    ("grpc.keepalive_time_ms", 300_000),
+    # which servers want no more than one in five minutes, and the network may bring one later than the next.
+    ("grpc.keepalive_time_ms", 330_000),
     ("grpc.keepalive_timeout_ms", 60_000),
     # A connection of its own, also beside other workers in this process: one that stalls must not stall the others.
     ("grpc.use_local_subchannel_pool", 1),
