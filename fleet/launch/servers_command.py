@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-from fleet.base.clock import Clock, SystemClock, Wait
+from fleet.base.clock import SystemClock, Wait
 from fleet.base.cluster import Endpoint
 from fleet.base.settings import PROCESS_ENVIRONMENT, ProcessSettings
 from fleet.errors import ConfigurationError, DeadlineError, NotInitializedError, ServerLostError, StateError
@@ -30,10 +30,9 @@ def change_servers(
     changed: Sequence[Endpoint],
     timeout_s: float,
     network: Network | None = None,
-    clock: Clock | None = None,
 ) -> tuple[str, ...]:
     """Let a job have these servers as well, or no longer, and return all that it has when it has moved."""
-    settings, clock = ProcessSettings.read(PROCESS_ENVIRONMENT), clock or SystemClock()
+    settings, clock = ProcessSettings.read(PROCESS_ENVIRONMENT), SystemClock()
     with ExitStack() as opened:
         job = _Job(network or real_network(replace(settings, direct_port=None)), opened)
         told = job.tell(asked)

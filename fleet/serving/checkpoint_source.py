@@ -16,7 +16,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from fleet.base.clock import Clock, SystemClock, Wait
+from fleet.base.clock import SystemClock, Wait
 from fleet.checkpoint import inspection, series
 from fleet.checkpoint.inspection import WEIGHT
 from fleet.checkpoint.manifest import BUFFERS, TABLE, Checkpoint
@@ -37,21 +37,13 @@ _MOST_LISTED = 20
 class CheckpointSource:
     """Implements ``Source``."""
 
-    def __init__(
-        self,
-        root: object,
-        *,
-        poll_s: float,
-        at: int | None = None,
-        deadline_s: float = 180.0,
-        clock: Clock | None = None,
-    ) -> None:
+    def __init__(self, root: object, *, poll_s: float, at: int | None = None, deadline_s: float = 180.0) -> None:
         """``at`` is the one version that is wanted; the first checkpoint may take ``deadline_s`` to come."""
         self._root = series.root_at(root)
         self._poll_s = poll_s
         self._at = at
         self._deadline_s = deadline_s
-        self._clock: Clock = SystemClock() if clock is None else clock
+        self._clock = SystemClock()
         self._closing = threading.Event()
         self._described: SourceDescription | None = None
         self._taken: Checkpoint | None = None

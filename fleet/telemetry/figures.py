@@ -150,9 +150,9 @@ def time_in_words(told: Sequence[Figures]) -> str:
     return in_words(parts) if has_parts(parts) else ""
 
 
-def in_words(parts: Mapping[str, float], least: float = 0.01) -> str:
+def in_words(parts: Mapping[str, float]) -> str:
     """Name the parts of a step's time, the largest first: ``computing 62%, rows 21%``."""
-    named = sorted(((part, what) for what, part in parts.items() if part >= least), reverse=True)
+    named = sorted(((part, what) for what, part in parts.items() if part >= 0.01), reverse=True)
     return ", ".join(f"{what} {part:.0%}" for part, what in named)
 
 

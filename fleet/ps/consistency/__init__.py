@@ -32,10 +32,10 @@ class Settings(Protocol):
     def dc_lambda(self) -> float: ...
 
 
-def gate_of(settings: Settings, worker_num: int, version: int = 0) -> Gate:
-    """Return the gate for a job of so many workers that begins at a version."""
+def gate_of(settings: Settings, worker_num: int) -> Gate:
+    """Return the gate for a job of so many workers that begins."""
     rules = Rules(staleness=settings.staleness, gradients=settings.gradients, changes=settings.changes)
-    return MODES[settings.mode].gate(range(worker_num), version, rules)
+    return MODES[settings.mode].gate(range(worker_num), 0, rules)
 
 
 def policy_of(settings: Settings, update_frequency: int = 1) -> Policy:

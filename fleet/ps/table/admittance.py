@@ -17,8 +17,6 @@ from fleet.ps.table.sketch import Sketch, SketchView, cells_of, unit_of
 
 #: Beyond this a count takes eight bytes.
 _MOST_IN_FOUR_BYTES = 1 << 31
-#: Numbers of 64 bits in a piece.
-_ON_DISK = 16
 
 #: What is counted, as it was at one moment.
 CountsView = ExactView | SketchView

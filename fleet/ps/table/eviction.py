@@ -45,11 +45,6 @@ def columns_of(spec: TableSpec) -> dict[str, npt.DTypeLike]:
     return {name: dtype for name, dtype in _DTYPES.items() if name in names}
 
 
-def dtype_of(column: str) -> npt.DTypeLike:
-    """Return the type of one of these columns."""
-    return _DTYPES[column]
-
-
 @dataclass(frozen=True)
 class Cut:
     """Says which of the rows that were last trained in ``step`` or before leave."""

@@ -108,7 +108,7 @@ class _Peer:
 
 
 class SmallCallListener:
-    def __init__(self, endpoint: Endpoint, port: int, answer: Answer, *, only_near: bool, clock: Clock | None = None):
+    def __init__(self, endpoint: Endpoint, port: int, answer: Answer, *, only_near: bool) -> None:
         """``port`` is one of the endpoint's address, any free one for 0; ``only_near`` opens none."""
         self._doors: list[socket.socket] = []
         local, taken = "", 0
@@ -122,7 +122,7 @@ class SmallCallListener:
             taken = self._doors[-1].getsockname()[1]
         self.door = Door(secrets.token_bytes(KEY_BYTES), local, taken)
         self._answer = answer
-        self._clock = clock or SystemClock()
+        self._clock = SystemClock()
         self._peers: set[_Peer] = set()
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()

@@ -345,8 +345,7 @@ class Pusher:
         clock: Clock,
         before_push: Callable[[], None],
         *,
-        places: bool = False,
-        wall_time: Callable[[], float] = wall_time,
+        places: bool,
     ) -> None:
         """``cuts`` agrees on the rows that leave after a push; ``reload`` is called when a server says that its values
         have been replaced, and ``before_push`` before a push that the user's thread waits for. ``places``: the first
@@ -366,7 +365,6 @@ class Pusher:
         self._clock = clock
         #: when the last step was over; None before the first, which takes long for other reasons
         self._answered_at: float | None = None
-        self._now = wall_time
         self._narrow = Narrow(wire_dtype)
         self._in_doubt: Push | None = None
         self.drop_residues()
@@ -592,7 +590,7 @@ class Pusher:
         }
         own_s = -1.0 if self._answered_at is None else self._clock.now() - self._answered_at
         goes_by_time = self._places or any(table.goes_by_time for table in self._trained.plan.spec.tables)
-        now = self._now() if goes_by_time else 0.0
+        now = wall_time() if goes_by_time else 0.0
 
         used = {(server, index) for index, parts in by_table.items() for server in _servers_of(parts)}
         token = gradients.read.token(used) if self._places else 0
