@@ -54,6 +54,7 @@ from fleet.checkpoint.places import writing
 from fleet.checkpoint.plain_files import short
 from fleet.checkpoint.writer import CheckpointWriter
 from fleet.errors import CheckpointError, ConfigurationError, ProtocolError, UnsupportedError
+from fleet.numeric.tensors import dtype_name
 from fleet.plan.life import PREFIX
 from fleet.plan.specs import DTYPES as SPEC_DTYPES
 from fleet.plan.specs import (
@@ -427,7 +428,7 @@ class _Export:
             self._drop_table()
             named = {each.column: each for each in self._tensors.values() if each.table is table}
             columns = {
-                column: scratch(self._scratch(at), each.shape, str(each.dtype).removeprefix("torch."))
+                column: scratch(self._scratch(at), each.shape, dtype_name(each.dtype))
                 for at, (column, each) in enumerate(named.items())
             }
             parts = [_Rows(column, 0, len(out), slice(None), out) for column, out in columns.items()]
@@ -466,7 +467,7 @@ _BUILT = {
     "collections": {"OrderedDict"},
     "pathlib": {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},
     "pathlib._local": {"PosixPath"},
-    "torch": {"Size", *(str(dtype).removeprefix("torch.") for dtype in DTYPES.values())},
+    "torch": {"Size", *(dtype_name(dtype) for dtype in DTYPES.values())},
     "torch.serialization": {"_get_layout"},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.distributed.checkpoint.metadata": {
@@ -674,7 +675,7 @@ def _made_job(source: _Source, meaning: Meaning, where: str) -> tuple[_Job, list
         raise ConfigurationError(f"there is no table {unknown[0]}", where=where, expected=", ".join(sorted(inside)))
     tables, params, taken = [], [], set()
     for name, told in ((name, source.tensors[full]) for name, full in inside.items()):
-        dtype = str(told.properties.dtype).removeprefix("torch.")
+        dtype = dtype_name(told.properties.dtype)
         if name in with_ids | chosen and len(told.size) == 2 and dtype in TABLE_DTYPES:
             count = None if name in with_ids else told.size[0]
             tables.append(TableSpec(name, told.size[1], dtype, 0, count, Initializer("zeros")))

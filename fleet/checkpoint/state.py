@@ -22,6 +22,7 @@ from fleet.checkpoint.manifest import STATES, Checkpoint
 from fleet.checkpoint.pieces import PIECE_BYTES, PieceWriter
 from fleet.errors import ArgumentTypeError, CheckpointError, FleetError, UnsupportedError
 from fleet.numeric.bits import as_bytes
+from fleet.numeric.tensors import dtype_name
 
 _log = logging.getLogger("fleet.checkpoint")
 
@@ -287,7 +288,7 @@ class _Encoder:
         plain = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta
         if not plain or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             raise UnsupportedError(f"{path} is {_called(tensor)}, which cannot be kept", expected="a plain tensor")
-        dtype = str(tensor.dtype).removeprefix("torch.")
+        dtype = dtype_name(tensor.dtype)
         return [dtype, list(tensor.shape), *self._body(as_bytes(tensor.cpu()).numpy().tobytes())]
 
     def _body(self, body: bytes) -> tuple[int, int]:

@@ -25,6 +25,7 @@ from fleet.collective import object_states
 from fleet.collective.lease import write_once
 from fleet.collective.worker import CollectiveWorker
 from fleet.errors import ArgumentTypeError, CheckpointError, UnsupportedError
+from fleet.numeric.tensors import dtype_name
 from fleet.plan.specs import DTYPES, GroupSpec, JobSpec, ParamSpec, PlanSettings
 
 _log = logging.getLogger("fleet.checkpoint")
@@ -62,7 +63,7 @@ def save(worker: CollectiveWorker, dirname: object, mode: object, own: Bytes | N
 def _spec(worker: CollectiveWorker) -> JobSpec:
     params = []
     for member in worker.members:
-        dtype = str(member.param.dtype).removeprefix("torch.")
+        dtype = dtype_name(member.param.dtype)
         if dtype not in DTYPES:
             raise UnsupportedError(f"{member.name!r} is {dtype}, which no checkpoint holds", expected=", ".join(DTYPES))
         params.append(ParamSpec(member.name, tuple(member.param.shape), dtype, member.group))
@@ -194,7 +195,7 @@ def _read(worker: CollectiveWorker, checkpoint: Checkpoint, strict: bool) -> tup
         if strict:
             raise error
         _log.warning("%s", error)
-    kinds = [(list(value.shape), str(value.dtype).removeprefix("torch.")) for value in values]
+    kinds = [(list(value.shape), dtype_name(value.dtype)) for value in values]
     return {"step": checkpoint.manifest.version, "params": params, "buffers": buffers, "tensors": kinds}, values
 
 

@@ -33,6 +33,11 @@ _NUMPY_NAMES = {np.dtype(kind): name for name, kind in _NUMPY.items() if name !=
 _TORCH_NAMES = {getattr(torch, name): name for name in _NUMPY}
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name by which an element type travels and is kept."""
+    return str(dtype).removeprefix("torch.")
+
+
 class WireTensor:
     """Holds an array and the name of its element type; ``array`` is contiguous, and its memory is shared, not
     copied."""

@@ -11,7 +11,7 @@ import torch
 
 from fleet.errors import ArgumentTypeError, ConfigurationError
 from fleet.numeric.reduction import CARRIED, MAX_BYTES, OPS, result_dtype
-from fleet.numeric.tensors import WireTensor, checked_size
+from fleet.numeric.tensors import WireTensor, checked_size, dtype_name
 
 _COMBINE = {"sum": np.add, "mean": np.add, "max": np.maximum, "min": np.minimum}
 
@@ -115,7 +115,7 @@ def _write_output(output: Any, result: WireTensor) -> Any:
 
 
 def _dtype_and_shape(value: Any) -> tuple[str, tuple[int, ...]]:
-    name = str(value.dtype).removeprefix("torch.") if isinstance(value, torch.Tensor) else value.dtype.name
+    name = dtype_name(value.dtype) if isinstance(value, torch.Tensor) else value.dtype.name
     return name, tuple(value.shape)
 
 

@@ -31,6 +31,7 @@ from fleet.nn.handle import Lookup, TableHandle, Wanted, handle_of
 from fleet.numeric.compiler import uncompiled
 from fleet.numeric.ids import bounds, packed_ids, unique
 from fleet.numeric.jit import Ids
+from fleet.numeric.tensors import dtype_name
 from fleet.optimizer import is_trained
 from fleet.serving.export import kind_of, table_kind_of
 from fleet.serving.kept_rows import KeptRows
@@ -167,7 +168,7 @@ class FollowedModel:
             if id(value) not in there:
                 raise _replaced(name, dtype, "a model without it")
             if value.dtype != dtype:
-                raise _replaced(name, dtype, _said(value.dtype))
+                raise _replaced(name, dtype, dtype_name(value.dtype))
             if tuple(value.shape) != shape or value.is_meta or value.layout is not torch.strided:
                 raise _replaced(name, dtype, f"one of {tuple(value.shape)} on {value.device}, not of {shape}")
         for name, handle in self._handles.items():
@@ -394,7 +395,7 @@ def _shape_of(table: TableDescription) -> tuple[int, ...]:
 def _replaced(name: str, dtype: torch.dtype, got: str) -> StateError:
     return StateError(
         f"{name!r} of the model is not what was followed",
-        expected=f"the same parameter, of {_said(dtype)}",
+        expected=f"the same parameter, of {dtype_name(dtype)}",
         got=got,
         todo="Change a model before follow() is called; or close() its Follower, and follow it anew.",
     )
@@ -459,7 +460,7 @@ def _plainly_named(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
 
 def _problems(source: SourceDescription, named: Mapping[str, torch.Tensor]) -> Iterator[str]:
     """Yield what keeps a model from following, in words."""
-    there = {name: f"{_said(dtype)} {tuple(shape)}" for name, (shape, dtype) in source.dense.items()}
+    there = {name: f"{dtype_name(dtype)} {tuple(shape)}" for name, (shape, dtype) in source.dense.items()}
     for name, table in source.tables.items():
         there[name] = table_kind_of(table.dtype, table.num_embeddings, table.embedding_dim)
     found: dict[int, str] = {}
@@ -491,10 +492,6 @@ def _kind_here(value: torch.Tensor, takes_rows: bool) -> str:
     if takes_rows and value.dim() == 2:
         return table_kind_of(value.dtype, len(value), value.shape[1])
     return kind_of(value)
-
-
-def _said(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 # ---------------------------------------------------------------------------------------------- hooks

@@ -19,6 +19,7 @@ from fleet.base.settings import ProcessSettings
 from fleet.errors import ServerBusyError
 from fleet.numeric.bits import as_bytes
 from fleet.numeric.jit import Array
+from fleet.numeric.tensors import dtype_name
 from fleet.ps.table.stores import stores_of
 from fleet.ps.wire.health import Health
 from fleet.ps.wire.plain_service import Methods, PlainListener
@@ -197,19 +198,16 @@ def description_of(source: SourceDescription, most_bytes: int) -> pb.Description
                 embedding_dim=table.embedding_dim,
                 num_embeddings=table.num_embeddings or 0,
                 mean=table.mean,
-                dtype=_name(table.dtype),
+                dtype=dtype_name(table.dtype),
             )
             for name, table in source.tables.items()
         ],
         dense=[
-            pb.Parameter(name=name, shape=shape, dtype=_name(dtype)) for name, (shape, dtype) in source.dense.items()
+            pb.Parameter(name=name, shape=shape, dtype=dtype_name(dtype))
+            for name, (shape, dtype) in source.dense.items()
         ],
         most_bytes=most_bytes,
     )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _raw(values: torch.Tensor) -> Array:

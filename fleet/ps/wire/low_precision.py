@@ -20,7 +20,7 @@ import torch
 from fleet.errors import ProtocolError
 from fleet.numeric import buffers
 from fleet.numeric.jit import Array
-from fleet.numeric.tensors import WireTensor
+from fleet.numeric.tensors import WireTensor, dtype_name
 
 #: Elements of a flat tensor that share a scale: it costs 1.6 % of float32's bytes.
 LINE = 256
@@ -80,7 +80,7 @@ class Narrow:
         """Return the tensors that travel for a flat tensor or a matrix. ``noise`` between 0 and 1 decides which way
         whole numbers are rounded; without it they are rounded to the nearest. With ``keep`` the tensor, if it does not
         travel itself, becomes what rounding has left of it, or zero where it is not finite."""
-        found = self.of(str(tensor.dtype).removeprefix("torch."))
+        found = self.of(dtype_name(tensor.dtype))
         if found is None:
             return [WireTensor.of(tensor)]
         tensor = tensor.contiguous()

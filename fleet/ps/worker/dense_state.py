@@ -26,6 +26,7 @@ from fleet.checkpoint.entries import (
 )
 from fleet.checkpoint.pieces import PIECE_BYTES
 from fleet.errors import UnsupportedError
+from fleet.numeric.tensors import dtype_name
 from fleet.plan.specs import ParamSpec
 from fleet.ps.worker.dense_group import DenseGroup
 from fleet.ps.worker.describe import Description
@@ -103,7 +104,7 @@ def hand_over(
         for entry, tensor in _entries(described):
             kind = {}
             if tensor is not None:
-                kind = {"shape": list(tensor.shape), "dtype": _name(tensor.dtype), "device": tensor.device.type}
+                kind = {"shape": list(tensor.shape), "dtype": dtype_name(tensor.dtype), "device": tensor.device.type}
                 tensors.append(tensor)
             told.append({**entry, **kind})
     loads, told, moved = told_by(group, source, [loads, told, options.moved()])
@@ -237,7 +238,7 @@ def _told(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         if value.numel() != 1 or not value.is_cpu:
             return _UNTOLD
-        return {"tensor": value.item(), "dtype": _name(value.dtype), "shape": list(value.shape)}
+        return {"tensor": value.item(), "dtype": dtype_name(value.dtype), "shape": list(value.shape)}
     if isinstance(value, np.generic):
         return _told(value.item())
     if isinstance(value, tuple | list):
@@ -258,10 +259,6 @@ def _made(told: Any, like: Any) -> Any:
         made = [_made(each, place) for each, place in zip(told, places, strict=True)]
         return tuple(made) if isinstance(like, tuple) else made
     return told
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _place(entry: dict[str, Any], device: torch.device) -> torch.device:
