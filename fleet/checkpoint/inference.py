@@ -13,13 +13,12 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import safetensors
 import safetensors.torch
 import torch
 
-from fleet.base.checksum import crc32
+from fleet.base.checksum import content_crc32
 from fleet.base.clock import SystemClock
 from fleet.checkpoint.files import measure, remove, sync_directory, sync_file, write_file
 from fleet.checkpoint.places import writing
@@ -176,12 +175,7 @@ def _described(model: InferenceModel, files: Mapping[str, tuple[int, int]]) -> s
         "tensors": list(model.values),
         "tables": {key: asdict(facts) for key, facts in model.tables.items()},
     }
-    return json.dumps({**content, "crc32": _crc32(content)}, indent=1)
-
-
-def _crc32(content: dict[str, Any]) -> int:
-    """Return the checksum of the content as it would be written; without it an altered digit would go unnoticed."""
-    return crc32(json.dumps(content, sort_keys=True).encode())
+    return json.dumps({**content, "crc32": content_crc32(content)}, indent=1)
 
 
 # ---------------------------------------------------------------- reading
@@ -234,7 +228,7 @@ def _read(directory: Path) -> InferenceModel:
         raw = json.loads(path.read_bytes().decode())
         found = (raw["format"], raw["format_version"])
         if found == (FORMAT, FORMAT_VERSION):
-            told, computed = raw.pop("crc32"), _crc32(raw)
+            told, computed = raw.pop("crc32"), content_crc32(raw)
             if told != computed:
                 raise ValueError(f"its crc32 is {computed}, and it says {told}")
             tables = {key: TableFacts(**facts) for key, facts in raw["tables"].items()}

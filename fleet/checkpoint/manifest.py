@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fleet.base.checksum import crc32
+from fleet.base.checksum import content_crc32
 from fleet.checkpoint.pieces import PieceFile, decoded, rows_in_order
 from fleet.checkpoint.places import Place, place_at, referred
 from fleet.errors import CheckpointError, ProtocolError
@@ -81,7 +81,7 @@ class Manifest:
             "spec": json.loads(self.spec.to_json()),
             "pieces": [asdict(piece) for piece in self.pieces],
         }
-        return json.dumps({**content, "crc32": _crc32(content)}, indent=1)
+        return json.dumps({**content, "crc32": content_crc32(content)}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
@@ -94,7 +94,7 @@ class Manifest:
                 got=f"{raw['format']} {raw['format_version']}",
                 todo="Read it with the release of this package that wrote it.",
             )
-        told, computed = raw.pop("crc32"), _crc32(raw)
+        told, computed = raw.pop("crc32"), content_crc32(raw)
         if told != computed:
             raise CheckpointError("the manifest is damaged", expected=f"crc32 {told}", got=f"crc32 {computed}")
         parent = raw["parent"]
@@ -184,11 +184,6 @@ def _piece(raw: dict[str, Any]) -> PieceFile:
     if STATES in piece.about:
         _check_states(piece.about, len(piece.tensors))
     return piece
-
-
-def _crc32(content: dict[str, Any]) -> int:
-    """Return the checksum of the content as it would be written; without it an altered digit would go unnoticed."""
-    return crc32(json.dumps(content, sort_keys=True).encode())
 
 
 def is_checkpoint(place: Place) -> bool:
