@@ -13,7 +13,7 @@ from fleet.plan.plan import Plan
 from fleet.plan.specs import JobSpec
 from fleet.ps.consistency.membership import Standing
 from fleet.ps.server.admission import Expected, check_cluster, check_same_job, check_share
-from fleet.ps.server.durability.durability import Durability
+from fleet.ps.server.durability.durability import Durability, is_replaying
 from fleet.ps.server.initialization import Initialization
 from fleet.ps.server.job import Job, new_job
 from fleet.ps.server.job_end import JobEnd
@@ -67,7 +67,7 @@ class Handshake:
             raise
         is_repeated = self._members.has(request)
         settings = job.plans.current.spec.settings
-        before = self._members.admit(request, label, settings, surely=self._is_replaying)
+        before = self._members.admit(request, label, settings, surely=is_replaying(self._durability))
         if self._durability is not None:
             if is_first:
                 self._durability.note_origin(self._initialization.origin, arrival.outbox)
@@ -130,16 +130,12 @@ class Handshake:
             todo="Wait until the earlier job has ended, or give this one servers of its own.",
         )
 
-    @property
-    def _is_replaying(self) -> bool:
-        return self._durability is not None and self._durability.replaying
-
     def _job_for(self, job: Job | None, request: Any) -> tuple[Job, Plan]:
         """Return the job that a hello is for, of which it may be the first, and the plan that the worker knows; refuse
         one that does not fit."""
         hello, most_bytes = request.hello, self._settings.security.max_message_bytes
         spec = JobSpec.from_json(hello.spec)
-        replaying = self._is_replaying
+        replaying = is_replaying(self._durability)
         check_cluster(self._endpoint, self._expected, spec, request.worker, hello, replaying=replaying)
         if job is not None and job.shard is not None and job.shard.server != hello.server and not replaying:
             raise PlanMismatchError(
@@ -154,7 +150,7 @@ class Handshake:
             deadline_s = self._settings.rpc_deadline_s
             job = new_job(spec.among(begins_with), hello.job_id, self._where, most_bytes, deadline_s)
         # The journal that is done over may be another job's: that is found out when all of it is known.
-        ours = job.job_id if self._is_replaying else self._settings.job_id or job.job_id
+        ours = job.job_id if is_replaying(self._durability) else self._settings.job_id or job.job_id
         known = check_same_job(self._endpoint, ours, job, spec, hello)
         if known is not job.plans.current and spec.settings.has_dense_on_workers and not self._members.has(request):
             raise UnsupportedError(

@@ -19,7 +19,7 @@ from fleet.plan.plan import make_plan
 from fleet.plan.specs import JobSpec, differences
 from fleet.ps.server.admission import check_fingerprint, check_share
 from fleet.ps.server.checkpoint_reader import NOTHING, Origin, Restore, restore_from
-from fleet.ps.server.durability.durability import Durability
+from fleet.ps.server.durability.durability import Durability, is_replaying
 from fleet.ps.server.job import Job
 from fleet.ps.server.job_end import JobEnd
 from fleet.ps.server.pending import Arrival, Outbox
@@ -147,7 +147,7 @@ class Initialization:
             self._send(outbox)
 
         self._reader = threading.Thread(target=load, name=f"fleet-restore-{self._where}", daemon=True)
-        if self._durability is None or not self._durability.replaying:
+        if not is_replaying(self._durability):
             self.go_on(job)
 
     def go_on(self, job: Job | None) -> None:

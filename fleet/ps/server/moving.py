@@ -41,7 +41,7 @@ from fleet.errors import (
 )
 from fleet.numeric.tensors import WireTensor
 from fleet.ps.consistency.membership import Standing
-from fleet.ps.server.durability.durability import Durability, note_move
+from fleet.ps.server.durability.durability import Durability, is_replaying, note_move
 from fleet.ps.server.durability.snapshot import state_of
 from fleet.ps.server.durability.state_directory import Kind
 from fleet.ps.server.job import Job, Moves
@@ -180,7 +180,7 @@ class Moving:
 
     def refuse_former(self, job: Job | None, request: Any, kind: str) -> None:
         """Refuse what was sent before its worker went over, or comes from one that has not."""
-        if job is None or self._is_replaying:
+        if job is None or is_replaying(self._durability):
             return
         moves = job.moves
         if moves.is_left and kind in ("abort", "bye") and self._members.has(request):
@@ -363,7 +363,7 @@ class Moving:
 
     def _stand_still(self, job: Job, arrival: Arrival) -> None:
         request, copying = arrival.request, self._copying
-        if self._halt is None and not self._is_replaying:
+        if self._halt is None and not is_replaying(self._durability):
             if copying is None or copying.attempt != request.halt.attempt:
                 raise stale(self._where, KILLED)
             self._check_may_move(job, request.worker)
@@ -375,11 +375,11 @@ class Moving:
         note_move(self._durability, job, arrival.frame, arrival.outbox)
         if self._halt is None:
             job.background.stop()
-            self._halt = _Halt(request.halt.attempt, request, is_recalled=self._is_replaying)
+            self._halt = _Halt(request.halt.attempt, request, is_recalled=is_replaying(self._durability))
             if copying is not None:
                 copying.since = copying.following
         self._take_delivered(job, self._halt, arrival)
-        if self._is_replaying:
+        if is_replaying(self._durability):
             return
         shard = job.held()
         shard.apply_pending()
@@ -461,7 +461,7 @@ class Moving:
         is_first = job is not None and halt is not None and job.held().server == 0
         is_driver = halt is not None and self._members.has(arrival.request) and halt.request.worker == worker
         if switch.given_up:
-            if is_begun and (is_driver or not is_first or self._is_replaying):
+            if is_begun and (is_driver or not is_first or is_replaying(self._durability)):
                 self._give_up(job, arrival.outbox)
         elif job is not None and switch.attempt == job.moves.made:
             if job.moves.is_left:
@@ -573,10 +573,6 @@ class Moving:
             self._copying.reader.leave()
         self._copying = self._halt = None
         self._staging.forget()
-
-    @property
-    def _is_replaying(self) -> bool:
-        return self._durability is not None and self._durability.replaying
 
     # ---------------------------------------------------------------- what is told of it
 

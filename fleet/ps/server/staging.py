@@ -28,7 +28,7 @@ from fleet.numeric.tensors import WireTensor
 from fleet.plan.specs import JobSpec
 from fleet.ps.consistency.membership import MemberRecord
 from fleet.ps.server.admission import check_fingerprint, check_job_id, check_share
-from fleet.ps.server.durability.durability import Durability, note_move
+from fleet.ps.server.durability.durability import Durability, is_replaying, note_move
 from fleet.ps.server.durability.snapshot import recall, take_up
 from fleet.ps.server.durability.state_directory import Kind
 from fleet.ps.server.handshake import Handshake
@@ -115,7 +115,7 @@ class Staging:
             arrival.answer(pb.Reply())
             return
         is_copied = copied == stage.attempt
-        if job is not None and not (is_copied or self._is_replaying):
+        if job is not None and not (is_copied or is_replaying(self._durability)):
             if self._members.has(arrival.request):
                 raise stale(self._where, KILLED)
             raise StateError(
@@ -156,13 +156,13 @@ class Staging:
         if self._room is None or self._room[0] != attempt:
             self._room = attempt, self._stores.share()
         shard = job.held()
-        for _ in itertools.count() if self._is_replaying else range(_GIVEN_AT_ONCE):
+        for _ in itertools.count() if is_replaying(self._durability) else range(_GIVEN_AT_ONCE):
             if shard.give_way():
                 _, new_store = self._room
                 self._room = None
                 return new_store
             backlogs = shard.backlogs()
-            if backlogs and not self._is_replaying:
+            if backlogs and not is_replaying(self._durability):
                 break  # nobody waits for the disk under the lock
             for backlog in backlogs:
                 backlog.wait()
@@ -186,7 +186,7 @@ class Staging:
 
     def _check_servers(self, stage: Any, spec: JobSpec, *, is_new: bool) -> None:
         known, endpoints = [str(each) for each in self._handshake.expected_servers], list(stage.endpoints)
-        known = [] if self._is_replaying else known  # addresses are those of its time
+        known = [] if is_replaying(self._durability) else known  # addresses are those of its time
         fits = stage.server < len(endpoints) == spec.settings.server_num
         if not fits or (is_new and known and known != endpoints) or (known and endpoints[stage.server] != self._where):
             raise PlanMismatchError(
@@ -239,7 +239,7 @@ class Staging:
                 recall(stage.job, Kind[kind], read_frame(pb.Reply, [tensor.numpy().tobytes()]))
             stage.members = [_member(record) for record in state["members"]]
             stage.may_lack_steps = bool(state.get(LACKS))
-            stage.meetings = {} if self._is_replaying else state.get(MEETINGS, {})
+            stage.meetings = {} if is_replaying(self._durability) else state.get(MEETINGS, {})
         except UNREADABLE as error:
             raise self._unreadable(error) from None
         stage.is_whole = True
@@ -252,10 +252,6 @@ class Staging:
         """Say, once, whether somebody has been filling this server, which has no job yet."""
         was_filled, self._was_filled = self._was_filled, False
         return was_filled
-
-    @property
-    def _is_replaying(self) -> bool:
-        return self._durability is not None and self._durability.replaying
 
 
 def stale(where: str, why: str) -> FleetError:

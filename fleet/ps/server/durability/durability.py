@@ -521,6 +521,11 @@ class Durability:
             self._writer.join()
 
 
+def is_replaying(durability: Durability | None) -> bool:
+    """Say whether a server does over what its journal has."""
+    return durability is not None and durability.replaying
+
+
 def note_move(durability: Durability | None, job: Job | None, frame: Frame, outbox: Outbox) -> None:
     """Write down what is about to be done for a move, where anything is."""
     if durability is not None:
