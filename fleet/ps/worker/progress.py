@@ -82,7 +82,7 @@ class Progress:
 
     def move(self, hellos: Sequence[Any]) -> None:
         """Go on with other servers, which have what the former ones had."""
-        self.loads, self.replaced = [reply.loads for reply in hellos], self.replaced
+        self.loads = [reply.loads for reply in hellos]
         self._delivered = [reply.delivered for reply in hellos]
 
     @property
