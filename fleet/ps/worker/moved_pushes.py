@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from fleet.numeric.ids import partition
 from fleet.numeric.jit import Array
 from fleet.numeric.tensors import WireTensor
 from fleet.plan.layout import DenseLayout, dense_layout
 from fleet.plan.plan import Plan
 from fleet.ps.wire import fleet_pb2 as pb
-from fleet.ps.wire.row_tensors import order_of, runs_of
-from fleet.ps.worker.push import cut, end_to_end, rows_joined
+from fleet.ps.wire.low_precision import Narrow
+from fleet.ps.wire.row_tensors import order_of
+from fleet.ps.worker.push import by_server, cut, end_to_end, tables_joined
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ def dealt(parts: Sequence[Part], former: Plan, plan: Plan, token: int) -> Iterat
         for table, clock in zip(part.about["tables"], part.about["rows_read_at"], strict=True)
     }
     by_table = {
-        index: _partitioned([*rows[index], *([weights[index]] if index in weights else [])], servers)
+        index: by_server([*map(WireTensor.of, [*rows[index], *weights.get(index, [])])], servers)
         for index in sorted(rows, key=lambda index: order_of(specs[index]))
     }
     for server, layout in enumerate(layouts_of(plan)):
         present, blocks = cut(layout, dense)
         sizes = layout.sizes_of(present)
-        here = {index: each[server] for index, each in by_table.items() if len(each[server][0])}
+        here = {index: each[server] for index, each in by_table.items() if len(each[server][0].array)}
         push = pb.Push(
             options=said["options"],
             present=present,
@@ -64,7 +64,7 @@ def dealt(parts: Sequence[Part], former: Plan, plan: Plan, token: int) -> Iterat
             steps=1,
             read_at=said["read_at"],
             rows_read_at=[read_at[index] for index in here],
-            row_counts=[len(ids) for ids, *_ in here.values()],
+            row_counts=[len(ids.array) for ids, *_ in here.values()],
             now=said["now"],
             own_seconds=said["own_s"],
             token=token,
@@ -72,12 +72,12 @@ def dealt(parts: Sequence[Part], former: Plan, plan: Plan, token: int) -> Iterat
             plain=True,
         )
         of_dense = [end_to_end(pieces, sizes[dtype]) for dtype, pieces in blocks.items()]
-        yield push, [*of_dense, *_joined(here, plan)]
+        yield push, [*of_dense, *tables_joined(here, specs, Narrow(None))]
 
 
 def _put_together(
     parts: Sequence[Part], plan: Plan
-) -> tuple[list[torch.Tensor | None], dict[int, list[Array]], dict[int, Array]]:
+) -> tuple[list[torch.Tensor | None], dict[int, list[Array]], dict[int, list[Array]]]:
     """Return the flat gradient of each parameter, ids with gradients of each table, and weights where there are any."""
     dense: list[torch.Tensor | None] = [None] * len(plan.spec.params)
     rows: dict[int, list[list[Array]]] = {}
@@ -101,23 +101,5 @@ def _put_together(
     return (
         dense,
         {table: [np.concatenate(each) for each in zip(*found, strict=True)] for table, found in rows.items()},
-        {table: np.concatenate(found) for table, found in weights.items()},
+        {table: [np.concatenate(found)] for table, found in weights.items()},
     )
-
-
-def _partitioned(arrays: Sequence[Array], servers: int) -> list[list[Array]]:
-    """Split what there is of some rows by server; ids come first."""
-    if servers == 1:
-        return [[*arrays]]
-    return [[each[part] for each in arrays] for part in partition(arrays[0], servers)]
-
-
-def _joined(here: Mapping[int, Sequence[Array]], plan: Plan) -> list[WireTensor]:
-    """Return what travels of all tables that have rows for a server, as in any push."""
-    if not here:
-        return []
-    specs, parts = [plan.spec.tables[index] for index in here], [[*map(WireTensor.of, each)] for each in here.values()]
-    tensors = [rows_joined([ids for ids, *_ in parts])]
-    tensors += [rows_joined([each[1] for each in parts[run]]) for run in runs_of(specs)]
-    weighed = [each[-1] for each, spec in zip(parts, specs, strict=True) if spec.goes_by_weight]
-    return [*tensors, rows_joined(weighed)] if weighed else tensors

@@ -30,6 +30,7 @@ from fleet.numeric.jit import Array
 from fleet.numeric.tensors import EndToEnd, WireTensor
 from fleet.plan.layout import DenseLayout
 from fleet.plan.plan import Plan
+from fleet.plan.specs import TableSpec
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.low_precision import Narrow
@@ -216,6 +217,30 @@ def rows_joined(tensors: Sequence[WireTensor]) -> WireTensor:
     if sum(tensor.nbytes for tensor in tensors) < len(tensors) * COPIED:
         return WireTensor(tensors[0].dtype, np.concatenate([tensor.array for tensor in tensors]))
     return EndToEnd(tensors)
+
+
+def by_server(tensors: Sequence[WireTensor], servers: int) -> list[Sequence[WireTensor]]:
+    """Split what travels of some rows by server; ids come first."""
+    if servers == 1:
+        return [tensors]
+    parts = partition(tensors[0].array, servers)
+    return [[WireTensor(tensor.dtype, tensor.array[part]) for tensor in tensors] for part in parts]
+
+
+def tables_joined(
+    here: Mapping[int, Sequence[WireTensor]], tables: Sequence[TableSpec], narrow: Narrow
+) -> list[WireTensor]:
+    """Return what travels of all tables that have rows for a server: the ids, the gradients, and weights if there are
+    any."""
+    if not here:
+        return []
+    specs, parts = [tables[index] for index in here], [*here.values()]
+    tensors = [rows_joined([ids for ids, *_ in parts])]
+    for run in runs_of(specs):
+        for place in range(narrow.parts(specs[run.start].dtype)):
+            tensors.append(rows_joined([each[1 + place] for each in parts[run]]))
+    weights = [each[-1] for each, spec in zip(parts, specs, strict=True) if spec.goes_by_weight]
+    return [*tensors, rows_joined(weights)] if weights else tensors
 
 
 #: For one server: which blocks are there, and the tensors that travel for them.
@@ -585,11 +610,11 @@ class Pusher:
         """Make frames of every server's blocks and of every table's rows, as they travel."""
         specs = self._trained.plan.spec.tables
         by_table = {
-            index: self._by_server([*rows[index], *_weighed(gradients.weights.get(index))])
+            index: by_server([*rows[index], *_weighed(gradients.weights.get(index))], len(self._connections.by_server))
             for index in sorted(rows, key=lambda index: order_of(specs[index]))
         }
         own_s = -1.0 if self._answered_at is None else self._clock.now() - self._answered_at
-        goes_by_time = self._places or any(table.goes_by_time for table in self._trained.plan.spec.tables)
+        goes_by_time = self._places or any(table.goes_by_time for table in specs)
         now = wall_time() if goes_by_time else 0.0
 
         used = {(server, index) for index, parts in by_table.items() for server in _servers_of(parts)}
@@ -616,22 +641,9 @@ class Pusher:
                 plain=narrow is not self._narrow,
             )
             own = self._own_states.attach_to(message, gradients.state) if server == 0 else []
-            return Frame(connection.request(step, push=message), [*tensors, *self._joined(here, narrow), *own])
+            return Frame(connection.request(step, push=message), [*tensors, *tables_joined(here, specs, narrow), *own])
 
         return [push(server, connection) for server, connection in enumerate(self._connections.by_server)]
-
-    def _joined(self, here: Mapping[int, Sequence[WireTensor]], narrow: Narrow) -> list[WireTensor]:
-        """Return what travels of all tables that have rows for a server: the ids, the gradients, and weights if there
-        are any."""
-        if not here:
-            return []
-        specs, parts = [self._trained.plan.spec.tables[index] for index in here], [*here.values()]
-        tensors = [rows_joined([ids for ids, *_ in parts])]
-        for run in runs_of(specs):
-            for place in range(narrow.parts(specs[run.start].dtype)):
-                tensors.append(rows_joined([each[1 + place] for each in parts[run]]))
-        weights = [each[-1] for each, spec in zip(parts, specs, strict=True) if spec.goes_by_weight]
-        return [*tensors, rows_joined(weights)] if weights else tensors
 
     def _encoded_rows(self, rows: Mapping[int, Rows], narrow: Narrow, step: int) -> dict[int, list[WireTensor]]:
         """Return of every table the ids, and what travels of their gradients."""
@@ -646,14 +658,6 @@ class Pusher:
             else:
                 sent[index] = [WireTensor.of(ids), *narrow.encode(torch.from_numpy(grads), chance)]
         return sent
-
-    def _by_server(self, tensors: Sequence[WireTensor]) -> list[Sequence[WireTensor]]:
-        """Split what travels of some rows by server; ids come first."""
-        servers = len(self._connections.by_server)
-        if servers == 1:
-            return [tensors]
-        parts = partition(tensors[0].array, servers)
-        return [[WireTensor(tensor.dtype, tensor.array[part]) for tensor in tensors] for part in parts]
 
 
 def _servers_of(parts: Sequence[Sequence[WireTensor]]) -> list[int]:

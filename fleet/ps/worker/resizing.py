@@ -29,7 +29,6 @@ from fleet.errors import (
     StateError,
     UnsupportedError,
 )
-from fleet.numeric.ids import partition
 from fleet.numeric.tensors import WireTensor
 from fleet.plan.plan import make_plan
 from fleet.ps.consistency.staleness import total
@@ -41,6 +40,7 @@ from fleet.ps.worker.lease import once
 from fleet.ps.worker.moved_pushes import Part, dealt
 from fleet.ps.worker.moved_readings import given_anew
 from fleet.ps.worker.new_servers import Move, end_others, refuse_if_moved
+from fleet.ps.worker.push import by_server
 from fleet.ps.worker.runtime import WorkerRuntime
 
 _log = logging.getLogger("fleet.worker")
@@ -473,12 +473,9 @@ def _joined(pasts: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[
 
 def _parts(about: dict[str, Any], tensors: Sequence[WireTensor], servers: int) -> list[Sequence[WireTensor]]:
     """Return what every server gets of a piece: its rows, or all of what is exported of parameters."""
-    if "dense" in about or servers == 1:
+    if "dense" in about or (len(tensors) == 1 and COUNTS in about):  # cells of a sketch say something of all ids
         return [tensors] * servers
-    if len(tensors) == 1 and COUNTS in about:  # cells of a sketch, which say something of all ids
-        return [tensors] * servers
-    parts = partition(tensors[0].array, servers)
-    return [[WireTensor(each.dtype, each.array[part]) for each in tensors] for part in parts]
+    return by_server(tensors, servers)
 
 
 def _refuse_again(workers: Iterable[str]) -> None:
