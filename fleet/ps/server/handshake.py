@@ -150,7 +150,7 @@ class Handshake:
             deadline_s = self._settings.rpc_deadline_s
             job = new_job(spec.among(begins_with), hello.job_id, self._where, most_bytes, deadline_s)
         # The journal that is done over may be another job's: that is found out when all of it is known.
-        ours = job.job_id if is_replaying(self._durability) else self._settings.job_id or job.job_id
+        ours = job.job_id if replaying else self._settings.job_id or job.job_id
         known = check_same_job(self._endpoint, ours, job, spec, hello)
         if known is not job.plans.current and spec.settings.has_dense_on_workers and not self._members.has(request):
             raise UnsupportedError(

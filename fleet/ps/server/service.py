@@ -179,17 +179,7 @@ class Service:
         request = frame.message
         kind = request.WhichOneof("kind")
         if kind == "beat":
-            # One that overtakes nothing may come after the goodbye, whose answer is still on its way.
-            self._check_member(request, kind, parting=True)
-            self._statistics.heard(request.worker, request.beat.figures)
-            if self.durability is not None:
-                self.durability.hear(request)
-            self._moving.refuse_left(self.job)
-            meeting, broken = (0, 0) if self.job is None else self._meetings.heard(self.job, request)
-            wanted = self._wanted.of(request.worker)
-            lacks = self._moving.lacks(self.job, request.worker)
-            told = pb.Reply(about=self.absent(), meeting=meeting, broken=broken, wanted_servers=wanted, lacks=lacks)
-            respond(Frame(told))
+            respond(self._answer_to_beat(request))
             return None
         if kind == "status":
             respond(Frame(pb.Reply(about=json.dumps(self.status()))))
@@ -235,9 +225,7 @@ class Service:
                         durability.note(job, kind, frame, outbox)
                     handler(job, Arrival(frame, respond, outbox))
                 if job is not None:
-                    self._standstill.refuse(job, outbox)
-                    self._states.answer_ready(job, outbox)
-                    self._meetings.answer_ready(job, outbox)
+                    self._answer_ready(job, outbox)
                     if durability is not None:
                         durability.begin_if_due(job)
                 self.end.end_if_rows_are_lost(job, outbox)
@@ -251,6 +239,24 @@ class Service:
             self._send(outbox, secure=kind in NOTED or self._reads_are_secure, surely=decides(kind, request))
             self._handle_released()
         return self._apply_pending
+
+    def _answer_to_beat(self, request: Any) -> Frame:
+        # One that overtakes nothing may come after the goodbye, whose answer is still on its way.
+        self._check_member(request, "beat", parting=True)
+        self._statistics.heard(request.worker, request.beat.figures)
+        if self.durability is not None:
+            self.durability.hear(request)
+        self._moving.refuse_left(self.job)
+        meeting, broken = (0, 0) if self.job is None else self._meetings.heard(self.job, request)
+        wanted = self._wanted.of(request.worker)
+        lacks = self._moving.lacks(self.job, request.worker)
+        return Frame(pb.Reply(about=self.absent(), meeting=meeting, broken=broken, wanted_servers=wanted, lacks=lacks))
+
+    def _answer_ready(self, job: Job, outbox: Outbox) -> None:
+        """Answer what has waited for others, now that this is possible, or refuse it if it never will be."""
+        self._standstill.refuse(job, outbox)
+        self._states.answer_ready(job, outbox)
+        self._meetings.answer_ready(job, outbox)
 
     def _check_member(self, request: Any, kind: str, *, parting: bool) -> None:
         self._moving.refuse_former(self.job, request, kind)
@@ -366,9 +372,7 @@ class Service:
                 self._departure.tick(self.job, now, outbox)
             if self.job is not None and not is_left:
                 self._steps.make_up_by_heartbeats(self.job, outbox)
-                self._standstill.refuse(self.job, outbox)
-                self._states.answer_ready(self.job, outbox)
-                self._meetings.answer_ready(self.job, outbox)
+                self._answer_ready(self.job, outbox)
                 self.job.claims.tick(now, outbox)
                 self._following.tick(self.job, now)
         self._send(outbox)
