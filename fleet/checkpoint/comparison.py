@@ -20,6 +20,7 @@ from fleet.checkpoint.inspection import Array, Parameter, Rows, buffers, paramet
 from fleet.checkpoint.manifest import Checkpoint
 from fleet.checkpoint.places import writing
 from fleet.numeric.bits import as_bytes
+from fleet.numeric.tensors import kind_of
 from fleet.plan.specs import JobSpec
 
 
@@ -68,11 +69,8 @@ Finding = tuple[str, "Difference | RowDifference | Told"]
 def compare(left: Checkpoint, right: Checkpoint) -> Iterator[Finding]:
     """Yield everything that either has, in the order in which it is found: numbers of the job, parameters, their state,
     buffers, the states of workers' own objects, tables."""
-    for name, mine, theirs in (
-        ("step", left.manifest.version, right.manifest.version),
-        ("seed of rows", left.manifest.seed, right.manifest.seed),
-    ):
-        yield name, Told(str(mine), str(theirs))
+    yield "step", Told(str(left.manifest.version), str(right.manifest.version))
+    yield "seed of rows", Told(str(left.manifest.seed), str(right.manifest.seed))
     mine_told, theirs_told = _described(left.manifest.spec), _described(right.manifest.spec)
     both = {name for name in mine_told if mine_told[name] == theirs_told.get(name)}
     for name in sorted((mine_told.keys() | theirs_told.keys()) - both):
@@ -134,7 +132,7 @@ def _values(left: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[Findi
 
 def _kind(value: Any, present: bool = True) -> str:
     if isinstance(value, torch.Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+        return kind_of(value)
     return repr(value) if present else "absent"
 
 

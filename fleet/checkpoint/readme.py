@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fleet.numeric.tensors import kind_of
+
 if TYPE_CHECKING:
     from fleet.checkpoint.inference import TableFacts
 
@@ -83,10 +85,6 @@ def look_up(name, wanted):
 def readme(values: Mapping[str, torch.Tensor], tables: Mapping[str, TableFacts], has_program: bool) -> str:
     files = [f"| `{name}` | {what} |\n" for name, what in _FILES.items() if has_program or name != "model.pt2"]
     parts = [_HEAD, *files, _PROGRAM if has_program else "", _TENSORS, _TABLES if tables else ""]
-    listed = [f"| `{key}` | {_kind(tensor)} |\n" for key, tensor in list(values.items())[:_LISTED]]
+    listed = [f"| `{key}` | {kind_of(tensor)} |\n" for key, tensor in list(values.items())[:_LISTED]]
     more = f"\nand {len(values) - _LISTED} more.\n" if len(values) > _LISTED else ""
     return "".join([*parts, "\n## What there is\n\n| tensor | |\n|---|---|\n", *listed, more])
-
-
-def _kind(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"

@@ -38,6 +38,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def kind_of(tensor: torch.Tensor) -> str:
+    """Return in words what has to be the same for one tensor to take another's values."""
+    return f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}"
+
+
 class WireTensor:
     """Holds an array and the name of its element type; ``array`` is contiguous, and its memory is shared, not
     copied."""

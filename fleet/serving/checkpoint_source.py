@@ -22,7 +22,7 @@ from fleet.checkpoint.inspection import WEIGHT
 from fleet.checkpoint.manifest import BUFFERS, TABLE, Checkpoint
 from fleet.checkpoint.pieces import REMOVED
 from fleet.errors import CheckpointError, DeadlineError, PlanMismatchError, StateError
-from fleet.serving.source import Piece, RowChanges, SourceDescription, TableDescription, Update
+from fleet.serving.source import Piece, RowChanges, SourceDescription, Update, description_of
 
 _log = logging.getLogger("fleet.serving")
 
@@ -247,16 +247,7 @@ def _rows(checkpoint: Checkpoint) -> Iterator[Piece]:
 
 
 def _description(checkpoint: Checkpoint) -> SourceDescription:
-    spec = checkpoint.manifest.spec
-    dense = {each.name: (each.shape, getattr(torch, each.dtype)) for each in spec.params}
-    if checkpoint.files(BUFFERS):
-        dense |= {name: (tuple(each.shape), each.dtype) for name, each in inspection.buffers(checkpoint).items()}
-    return SourceDescription(
-        dense,
-        {
-            each.name: TableDescription(
-                each.dim, each.num_embeddings, each.initializer.mean, getattr(torch, each.dtype)
-            )
-            for each in spec.tables
-        },
-    )
+    told = description_of(checkpoint.manifest.spec)
+    beside = inspection.buffers(checkpoint) if checkpoint.files(BUFFERS) else {}
+    buffers = {name: (tuple(each.shape), each.dtype) for name, each in beside.items()}
+    return SourceDescription({**told.dense, **buffers}, told.tables)

@@ -17,7 +17,7 @@ from fleet.nn.embedding import BAGS, EMBEDDINGS, is_remote
 from fleet.nn.exported_program import check_examples, export_program, save_program
 from fleet.nn.frozen import FrozenTable, freeze
 from fleet.nn.handle import TableHandle, handle_of
-from fleet.numeric.tensors import dtype_name
+from fleet.numeric.tensors import dtype_name, kind_of
 
 #: Under this name a file of tensors says what belongs to none of them.
 _NOT_A_NAME = "__metadata__"
@@ -162,11 +162,6 @@ def _wanted(model: torch.nn.Module, tables: Mapping[str, TableFacts]) -> dict[st
         else:
             wanted[key] = kind_of(value)
     return wanted
-
-
-def kind_of(tensor: torch.Tensor) -> str:
-    """Return in words what has to be the same for one tensor to take another's values."""
-    return f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}"
 
 
 def table_kind_of(dtype: torch.dtype, num_embeddings: object, dim: object) -> str:

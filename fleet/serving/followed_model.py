@@ -31,9 +31,9 @@ from fleet.nn.handle import Lookup, TableHandle, Wanted, handle_of
 from fleet.numeric.compiler import uncompiled
 from fleet.numeric.ids import bounds, packed_ids, unique
 from fleet.numeric.jit import Ids
-from fleet.numeric.tensors import dtype_name
+from fleet.numeric.tensors import dtype_name, kind_of
 from fleet.optimizer import is_trained
-from fleet.serving.export import kind_of, table_kind_of
+from fleet.serving.export import table_kind_of
 from fleet.serving.kept_rows import KeptRows
 from fleet.serving.readers import Readers
 from fleet.serving.source import Piece, RowChanges, SourceDescription, TableDescription

@@ -44,7 +44,7 @@ from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.transport import Call, Channel, Network, TransportError
 from fleet.ps.wire.wire_errors import raise_if_error
-from fleet.serving.source import Piece, RowChanges, SourceDescription, TableDescription, Update, differences
+from fleet.serving.source import Piece, RowChanges, SourceDescription, Update, description_of, differences
 
 _log = logging.getLogger("fleet.serving")
 
@@ -127,7 +127,7 @@ class ServerSource:
                 self._wait_for_a_model(wait, str(error))
             except (TransportError, ServerBusyError, ServerLostError) as error:
                 self._wait_for_a_model(wait, str(error))
-        self._described = _description(self._plan.spec)
+        self._described = description_of(self._plan.spec)
         return self._described
 
     def next(self, timeout_s: float) -> Update | None:
@@ -221,7 +221,7 @@ class ServerSource:
         if len({reply.message.about for reply in replies.values()}) > 1:
             raise ServerLostError("the servers do not have the same parameters yet")
         plan = make_plan(self._read(replies[0].message.about))
-        if self._described is not None and (differing := differences(self._described, _description(plan.spec))):
+        if self._described is not None and (differing := differences(self._described, description_of(plan.spec))):
             raise PlanMismatchError(
                 "the servers have a job with another model than the one that was followed",
                 where=self._names,
@@ -464,18 +464,6 @@ class ServerSource:
             return raise_if_error(call.result())
         except TransportError as error:
             raise TransportError(f"{self._endpoints[server]}: {error}") from None
-
-
-def _description(spec: JobSpec) -> SourceDescription:
-    return SourceDescription(
-        {param.name: (param.shape, getattr(torch, param.dtype)) for param in spec.params},
-        {
-            table.name: TableDescription(
-                table.dim, table.num_embeddings, table.initializer.mean, getattr(torch, table.dtype)
-            )
-            for table in spec.tables
-        },
-    )
 
 
 class _Pace:

@@ -15,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fleet.plan.specs import JobSpec
+
 #: So many differences of two models are told one by one.
 _MOST_TOLD = 5
 
@@ -36,6 +38,19 @@ class SourceDescription:
 
     dense: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     tables: Mapping[str, TableDescription]
+
+
+def description_of(spec: JobSpec) -> SourceDescription:
+    """Return what servers and checkpoints of a job have."""
+    return SourceDescription(
+        {param.name: (param.shape, getattr(torch, param.dtype)) for param in spec.params},
+        {
+            table.name: TableDescription(
+                table.dim, table.num_embeddings, table.initializer.mean, getattr(torch, table.dtype)
+            )
+            for table in spec.tables
+        },
+    )
 
 
 def differences(before: SourceDescription, now: SourceDescription) -> str:
