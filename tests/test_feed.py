@@ -442,11 +442,6 @@ def test_parameters_that_come_later_come_to_a_follower() -> None:
     job = Job(body, 2, 2)
     with following(job) as followed:
         followed.rows["known.weight"] = {}
-
-        def take(each: Followed) -> None:
-            followed_versions.append(each.version)
-            each.tables = each.source.describe().tables
-
         followed.reach(3)
         followed_versions.append(followed.version)
         while not followed.source.ended:

@@ -85,11 +85,6 @@ def served(environ: dict[str, str]) -> Iterator[Served]:
     yield made
     made.close()
 
-    def follower(self, **given: Any) -> Any:
-        replies: list[Frame] = []
-        self.service.handle(Frame(pb.Request(incarnation=7, **given), []), replies.append)
-        return raise_if_error(replies[0]).message
-
 
 # ---------------------------------------------------------------- who reads a part
 

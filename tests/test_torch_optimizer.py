@@ -398,10 +398,6 @@ def two_groups(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.Adam([{"params": params[:2], "lr": 0.02}, {"params": params[2:]}], lr=0.01)
 
 
-def comparable(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return copy.deepcopy(groups)
-
-
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_state_dict_has_torch_s_layout_and_says_where_the_state_is(mode: str) -> None:
     def body(fleet: Fleet, _: int) -> tuple[Any, Any, Any, Any]:
