@@ -91,7 +91,7 @@ def _guarded(command: Callable[[list[str], str], int], argv: list[str], prog: st
     _open_streams()
     try:
         code = _exit_code(command, argv, prog)
-        _flush()  # what cannot be written is to be said here, and not when the interpreter ends
+        sys.stdout.flush()  # what cannot be written is to be said here, and not when the interpreter ends
         return code
     except FleetError as error:
         print(f"{prog}: {error}\nSee {prog} --help.", file=sys.stderr)
@@ -117,13 +117,9 @@ def _exit_code(command: Callable[[list[str], str], int], argv: list[str], prog: 
 def _write_no_more() -> None:
     """Let go of what is still to be written, which the interpreter would try again, and complain, as it ends."""
     try:
-        _flush()
+        sys.stdout.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _flush() -> None:
-    sys.stdout.flush()
 
 
 def _open_streams() -> None:
@@ -200,9 +196,13 @@ def _serve(argv: list[str], prog: str) -> int:
         )
     from fleet.launch.server_command import serve_endpoint  # loads torch and grpc, which no other command needs
 
+    return _serving(lambda: serve_endpoint(endpoint, options.model_dir, joins), prog)
+
+
+def _serving(serve: Callable[[], int], prog: str) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
-        return serve_endpoint(endpoint, options.model_dir, joins)
+        return serve()
     except FleetError as error:  # not a mistake in the arguments, so no word of --help
         print(f"{prog}: {error}", file=sys.stderr)
         return 1
@@ -256,12 +256,7 @@ def _replicate(argv: list[str], prog: str) -> int:
     checks.whole_or_none("--at", options.at, 0)
     from fleet.launch.replica_command import replicate  # loads torch and grpc
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    try:
-        return replicate(followed, endpoint, options.poll_s, options.at)
-    except FleetError as error:  # not a mistake in the arguments, so no word of --help
-        print(f"{prog}: {error}", file=sys.stderr)
-        return 1
+    return _serving(lambda: replicate(followed, endpoint, options.poll_s, options.at), prog)
 
 
 def _environment(argv: list[str], prog: str) -> int:
