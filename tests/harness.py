@@ -18,6 +18,7 @@ from fleet import Fleet
 from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.ps.wire.transport import Network
 from fleet.role_maker import Role, UserDefinedRoleMaker
+from fleet.transpiler import DistributeTranspilerConfig
 
 #: Long enough for a busy machine.
 PATIENT = {"FLAGS_rpc_deadline": "60000", "FLEET_STARTUP_DEADLINE_S": "60"}
@@ -115,6 +116,19 @@ def run_job(body: Body, workers: int = 1, servers: int = 1, **options: Any) -> l
 def values(model: torch.nn.Module) -> list[torch.Tensor]:
     """Copies of a model's dense parameters."""
     return [p.detach().clone() for p in model.parameters() if p.shape[:1] != (0,)]
+
+
+def assert_same(got: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(got[name], value), name
+
+
+def config(**settings: Any) -> DistributeTranspilerConfig:
+    made = DistributeTranspilerConfig()
+    for name, value in settings.items():
+        setattr(made, name, value)
+    return made
 
 
 def assert_close(got: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float = 1e-6) -> None:

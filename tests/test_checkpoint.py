@@ -18,7 +18,7 @@ import pytest
 import safetensors.torch
 import small_job
 import torch
-from harness import PATIENT, Job, assert_close, run_job, until, values
+from harness import PATIENT, Job, assert_close, config, run_job, until, values
 
 import fleet.nn
 from fleet import Fleet, StrategyFactory
@@ -470,13 +470,6 @@ def test_waiting_workers_hear_of_the_writers_failure(tmp_path: Path, monkeypatch
 
 
 # ---------------------------------------------------------------------------------------------- resuming
-
-
-def config(**settings: Any) -> DistributeTranspilerConfig:
-    made_ = DistributeTranspilerConfig()
-    for name, value in settings.items():
-        setattr(made_, name, value)
-    return made_
 
 
 #: (workers, servers, settings) before and after.

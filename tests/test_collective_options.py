@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import config
 
 from fleet.collective import DGC, DistributedStrategy, GradientMerge, LocalSGD, PowerSGD
 from fleet.collective.dgc import Residual, clip_factor, kept, sparsity_at
@@ -17,7 +18,6 @@ from fleet.errors import ConfigurationError
 from fleet.strategy.collective import _EXCLUSIONS, as_collective
 from fleet.strategy.pace import Pace
 from fleet.strategy.parameter_server import StrategyFactory, as_strategy
-from fleet.transpiler import DistributeTranspilerConfig
 
 #: For every option a value that is not its default.
 SET: dict[str, Any] = {
@@ -37,13 +37,6 @@ SET: dict[str, Any] = {
     "check_finite": True,
 }
 NEED = {"hierarchical_allreduce_inter_nranks": "use_hierarchical_allreduce", "amp_loss_scaling": "use_amp"}
-
-
-def config(**settings: Any) -> DistributeTranspilerConfig:
-    made = DistributeTranspilerConfig()
-    for name, value in settings.items():
-        setattr(made, name, value)
-    return made
 
 
 def test_every_option_can_be_set_in_both_ways_and_alone() -> None:

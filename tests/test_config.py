@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import config
 
 from fleet.base.settings import ProcessSettings
 from fleet.errors import ArgumentTypeError, ConfigurationError, FleetError
@@ -18,14 +19,6 @@ from fleet.ps.consistency import MODES
 from fleet.strategy.collective import DistributedStrategy, as_collective
 from fleet.strategy.parameter_server import Strategy, StrategyFactory, as_strategy
 from fleet.transpiler import DistributeTranspilerConfig, HashName, RoundRobin
-
-
-def config(**settings: Any) -> DistributeTranspilerConfig:
-    made = DistributeTranspilerConfig()
-    for name, value in settings.items():
-        setattr(made, name, value)
-    return made
-
 
 # --- DistributeTranspilerConfig ---------------------------------------------------------------------------------------
 

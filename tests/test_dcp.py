@@ -14,7 +14,7 @@ import test_checkpoint_cli
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing
-from harness import run_job
+from harness import assert_same, run_job
 from test_checkpoint_cli import Run
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
@@ -69,12 +69,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def told(saved: Path) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = torch.load(saved / "told", weights_only=True)
     return found
-
-
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
 
 
 def same_checkpoint(left: Path, right: Path) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import PATIENT, run_job, until
+from harness import PATIENT, assert_same, run_job, until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from inside import completed, connections, flush
@@ -225,12 +225,6 @@ def named(pieces: Iterable[Piece]) -> dict[str, Any]:
     return found
 
 
-def assert_same_state(got: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert got.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(got[name], value), name
-
-
 #: What two directories may do to each other: a full checkpoint replaces what a delta needs.
 REFUSALS = "would replace a checkpoint that it needs|is not there any more"
 OPERATIONS = st.lists(
@@ -265,10 +259,10 @@ def test_whatever_is_done_before_a_checkpoint_has_the_state_of_its_moment(
                         fleet_.save_persistables(place, mode=what.split()[1])
             elif what == "load":
                 if argument in saved and not refused(lambda at=place: fleet_.load_persistables(at)):
-                    assert_same_state(state_of(fleet_), saved[argument])
+                    assert_same(state_of(fleet_), saved[argument])
             elif not refused(lambda at=place, mode=what: fleet_.save_persistables(at, mode=mode)):
                 saved[argument] = state_of(fleet_)
-                assert_same_state(state_in(place), saved[argument])
+                assert_same(state_in(place), saved[argument])
 
     run_job(body, 1, 2)
 
@@ -295,7 +289,7 @@ def test_a_chain_of_fifty(tmp_path: Path) -> None:
         for number in range(50):
             train(model, optimizer, [number])
             fleet_.save_persistables(tmp_path / str(number), mode="delta")
-        assert_same_state(state_in(tmp_path / "49"), state_of(fleet_))
+        assert_same(state_in(tmp_path / "49"), state_of(fleet_))
 
     run_job(body, 1, 2)
     assert len(Checkpoint.open(tmp_path / "49").lineage()) == 50
@@ -335,11 +329,11 @@ def test_a_delta_without_its_base(fate: str, tmp_path: Path) -> None:
         ):
             with pytest.raises(CheckpointError, match=expected):
                 call()
-        assert_same_state(state_of(fleet_), before)
+        assert_same(state_of(fleet_), before)
         assert not (tmp_path / "more").exists()
         fleet_.save_persistables(tmp_path / "more")
         fleet_.save_persistables(tmp_path / "most", mode="delta")
-        assert_same_state(state_in(tmp_path / "most"), before)
+        assert_same(state_in(tmp_path / "most"), before)
 
     run_job(body, 1, 2)
 
@@ -362,7 +356,7 @@ def test_a_delta_goes_on_from_what_was_loaded(how: str, tmp_path: Path) -> None:
         model.open(torch.arange(100, 103))  # rows are not there for having been read
         train(model, optimizer, [6])
         fleet_.save_persistables(tmp_path / "delta", mode="delta")
-        assert_same_state(state_in(tmp_path / "delta"), state_of(fleet_))
+        assert_same(state_in(tmp_path / "delta"), state_of(fleet_))
 
     run_job(source, 1, 3)
     run_job(body, 1, 2, model_dir=str(tmp_path / "base") if how == "init_server" else None)
@@ -383,7 +377,7 @@ def test_parameters_and_tables_that_joined_since_are_in_a_delta(tmp_path: Path) 
         optimizer.add_param_group({"params": list(late.parameters())})
         optimizer.minimize(late(torch.arange(4)).square().sum() + weight.sum())
         fleet_.save_persistables(tmp_path / "delta", mode="delta")
-        assert_same_state(state_in(tmp_path / "delta"), state_of(fleet_))
+        assert_same(state_in(tmp_path / "delta"), state_of(fleet_))
 
     run_job(body, 1, 2)
     added = Checkpoint.open(tmp_path / "delta").manifest.spec.tables[-1].name
@@ -410,7 +404,7 @@ def test_deltas_of_several_workers(strategy: str, tmp_path: Path) -> None:
             fleet_.save_persistables(tmp_path / "full")
 
     run_job(body, 2, 2)
-    assert_same_state(state_in(tmp_path / "ckpt"), state_in(tmp_path / "full"))
+    assert_same(state_in(tmp_path / "ckpt"), state_in(tmp_path / "full"))
 
 
 # ---------------------------------------------------------------------------------------------- into a running job
@@ -614,7 +608,7 @@ def test_a_worker_saves_while_another_one_brings_a_table(tmp_path: Path) -> None
         optimizer.minimize(late(torch.arange(4)).sum())
         fleet_.save_persistables(tmp_path / "delta", mode="delta")
         if fleet_.is_first_worker():
-            assert_same_state(state_in(tmp_path / "delta"), state_of(fleet_))
+            assert_same(state_in(tmp_path / "delta"), state_of(fleet_))
         fleet_.barrier_worker()
 
     run_job(body, 2, 2)

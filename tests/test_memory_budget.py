@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from dying import ENVIRON, DyingJob, every
-from harness import PATIENT, SOON, Job, run_job
+from harness import PATIENT, SOON, Job, assert_same, run_job
 from inside import flush, take_fresh, tiny_tiers
 
 import fleet.nn
@@ -110,12 +110,6 @@ def unbounded(optimizer: str, strategy: str, workers: int, servers: int) -> Any:
     return run_job(trains(optimizer, strategy), workers, servers)[0]
 
 
-def same(got: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert got.keys() == expected.keys()
-    for key, value in expected.items():
-        assert torch.equal(got[key], value), key
-
-
 # ---------------------------------------------------------------- to the bit
 
 
@@ -123,7 +117,7 @@ def same(got: dict[str, Any], expected: dict[str, Any]) -> None:
 @pytest.mark.pairs(2)
 def test_every_optimizer_ends_where_it_does_without_a_bound(tmp_path: Path, optimizer: str) -> None:
     got = run_job(trains(optimizer), 1, 1, environ=budget(tmp_path))[0]
-    same(got, unbounded(optimizer, "sync", 1, 1))
+    assert_same(got, unbounded(optimizer, "sync", 1, 1))
     assert not list(tmp_path.iterdir())
 
 
@@ -131,12 +125,12 @@ def test_every_optimizer_ends_where_it_does_without_a_bound(tmp_path: Path, opti
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_mode_ends_where_it_does_without_a_bound(tmp_path: Path, strategy: str) -> None:
     got = run_job(trains("adagrad", strategy), 1, 2, environ=budget(tmp_path))[0]
-    same(got, unbounded("adagrad", strategy, 1, 2))
+    assert_same(got, unbounded("adagrad", strategy, 1, 2))
 
 
 def test_two_workers_and_two_servers(tmp_path: Path) -> None:
     for result in run_job(trains("adam"), 2, 2, environ=budget(tmp_path)):
-        same(result, unbounded("adam", "sync", 2, 2))
+        assert_same(result, unbounded("adam", "sync", 2, 2))
 
 
 @pytest.mark.parametrize("strategy", ["sync", "geo"])
@@ -152,7 +146,7 @@ def test_servers_that_are_killed(tmp_path: Path, strategy: str) -> None:
     )
     got = job.run()[0]
     assert job.kills
-    same(got, unbounded("adam" if strategy == "sync" else "adagrad", strategy, workers, 2))
+    assert_same(got, unbounded("adam" if strategy == "sync" else "adagrad", strategy, workers, 2))
     assert not list((tmp_path / "rows").iterdir())
 
 
@@ -166,7 +160,7 @@ def test_checkpoints_come_from_and_go_to_jobs_with_other_bounds(tmp_path: Path) 
         run_job(trains("adam"), 1, 1, environ=environ, model_dir=str(tmp_path / "saved"))[0]
         for environ in (PATIENT, budget(tmp_path / "rows"))
     ]
-    same(ends[1], ends[0])
+    assert_same(ends[1], ends[0])
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -181,7 +175,7 @@ def test_deltas_go_to_another_number_of_servers_in_every_mode(tmp_path: Path, st
         folder = tmp_path / str(number)
         run_job(trains("adam", strategy, steps=4, at=saving), 1, 2, environ=environ)
         ends += run_job(trains("adam", strategy, steps=3), 1, 3, environ=environ, model_dir=str(folder / "3"))
-    same(ends[1], ends[0])
+    assert_same(ends[1], ends[0])
 
 
 def test_values_that_are_read_beside_the_training(tmp_path: Path) -> None:
@@ -194,7 +188,7 @@ def test_values_that_are_read_beside_the_training(tmp_path: Path) -> None:
     saved = tmp_path / "one"
     expected = run_job(trains("adam", at=back), 1, 1)[0]
     saved = tmp_path / "other"
-    same(run_job(trains("adam", at=back), 1, 1, environ=budget(tmp_path / "rows"))[0], expected)
+    assert_same(run_job(trains("adam", at=back), 1, 1, environ=budget(tmp_path / "rows"))[0], expected)
 
 
 def test_rows_do_lie_in_files(tmp_path: Path) -> None:
@@ -300,7 +294,7 @@ def test_a_durable_server_goes_on_with_another_disk(tmp_path: Path, monkeypatch:
         trains("adam"), tmp_path / "durable", workers=2, servers=1, environ=budget(tmp_path / "rows", ENVIRON)
     )
     for result in job.run():
-        same(result, run_job(trains("adam"), 2, 1)[0])
+        assert_same(result, run_job(trains("adam"), 2, 1)[0])
     assert job.hosts[0].losses
     assert all(isinstance(each, TableFileError) for each in job.hosts[0].losses)
 

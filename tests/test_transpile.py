@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import PATIENT, Job, assert_close, run_job, values
+from harness import PATIENT, Job, assert_close, config, run_job, values
 from inside import abort
 from test_import import fresh_python
 from test_parity_dense import OPTIMIZERS, STEPS, Make, loss_of, make_model
@@ -46,13 +46,6 @@ from fleet.transpiler.program import TrainerProgram
 #: Those of the source documents' examples.
 TWO = "192.168.0.1:6174,192.168.0.2:6174"
 FIRST, SECOND = TWO.split(",")
-
-
-def config(**settings: Any) -> DistributeTranspilerConfig:
-    made = DistributeTranspilerConfig()
-    for name, value in settings.items():
-        setattr(made, name, value)
-    return made
 
 
 def program(make: Make = OPTIMIZERS["sgd"]) -> Program:
