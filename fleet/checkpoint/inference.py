@@ -227,22 +227,21 @@ def _read(directory: Path) -> InferenceModel:
     try:
         raw = json.loads(path.read_bytes().decode())
         found = (raw["format"], raw["format_version"])
-        if found == (FORMAT, FORMAT_VERSION):
-            told, computed = raw.pop("crc32"), content_crc32(raw)
-            if told != computed:
-                raise ValueError(f"its crc32 is {computed}, and it says {told}")
-            tables = {key: TableFacts(**facts) for key, facts in raw["tables"].items()}
-            keys, file = set(raw["tensors"]), raw["files"][TENSORS]
-            expected = (file["bytes"], file["crc32"])
+        if found != (FORMAT, FORMAT_VERSION):
+            raise CheckpointError(
+                "the model has another format",
+                where=str(path),
+                expected=f"{FORMAT} {FORMAT_VERSION}",
+                got=f"{found[0]} {found[1]}",
+            )
+        told, computed = raw.pop("crc32"), content_crc32(raw)
+        if told != computed:
+            raise ValueError(f"its crc32 is {computed}, and it says {told}")
+        tables = {key: TableFacts(**facts) for key, facts in raw["tables"].items()}
+        keys, file = set(raw["tensors"]), raw["files"][TENSORS]
+        expected = (file["bytes"], file["crc32"])
     except (AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError) as error:
         raise _unreadable(path, error) from None
-    if found != (FORMAT, FORMAT_VERSION):
-        raise CheckpointError(
-            "the model has another format",
-            where=str(path),
-            expected=f"{FORMAT} {FORMAT_VERSION}",
-            got=f"{found[0]} {found[1]}",
-        )
     return _loaded(directory / TENSORS, expected, keys, tables)
 
 

@@ -418,14 +418,16 @@ class Shard:
                 continue
             table = self._tables[index]
             rows = [each.rows[index] for each in contributions if index in each.rows]
+            if not rows:
+                continue
             options = self._options[table.spec.group]
-            if rows and isinstance(table, LivingTable):
+            if isinstance(table, LivingTable):
                 told = [(each.weights or {}).get(index) for each in contributions if index in each.rows]
                 ids, weights = table.train(rows, told, count, options, now, keep=before is not None)
-            elif rows:
+            else:
                 ids, grads = merge(rows, count) if len(rows) > 1 or count != 1 else rows[0]
                 weights = table.apply(ids, grads, options, table.step, keep=before is not None)
-            if rows and before is not None and weights is not None:
+            if before is not None and weights is not None:
                 before[index] = ids.copy(), weights  # a view of them would hold the whole push
         for index in used:
             if index in self._living and self._tables[index].step % self.evict_every == 0:
