@@ -345,22 +345,9 @@ def test_what_a_delta_would_go_on_from_is_gone(
     assert told.endswith("step-00000002, or what it goes on from, is not there any more: a full checkpoint is saved")
 
 
-def test_what_a_killed_server_missed_is_made_up_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ask, missed = checkpoint_save._ask, [MissedError("a server was killed while it wrote its share")]
-
-    def fail_once(*arguments: Any, begin: bool) -> None:
-        if missed and not begin:
-            raise missed.pop()
-        ask(*arguments, begin=begin)
-
-    monkeypatch.setattr(checkpoint_save, "_ask", fail_once)
-    run_job(lambda job, worker: stepped(job, "sync", 5, tmp_path, every_steps=2), 1, 1)
-    # What a server still writes into the folder of the one that was given up is in nobody's way.
-    assert [name for name in names(tmp_path) if name[0] != "."] == ["step-00000003", "step-00000004"]
-
-
-def test_what_was_missed_of_the_last_step_is_made_up_for_at_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("steps", "every", "there"), [(5, 2, [3, 4]), (4, 4, [4])], ids=["later", "at the end"])
+def test_what_a_killed_server_missed_is_made_up_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int, every: int, there: list[int]
 ) -> None:
     ask, missed = checkpoint_save._ask, [MissedError("a server was killed while it wrote its share")]
 
@@ -370,8 +357,9 @@ def test_what_was_missed_of_the_last_step_is_made_up_for_at_the_end(
         ask(*arguments, begin=begin)
 
     monkeypatch.setattr(checkpoint_save, "_ask", fail_once)
-    run_job(lambda job, worker: stepped(job, "sync", 4, tmp_path, every_steps=4), 1, 1)
-    assert [name for name in names(tmp_path) if name[0] != "."] == ["step-00000004"]
+    run_job(lambda job, worker: stepped(job, "sync", steps, tmp_path, every_steps=every), 1, 1)
+    # What a server still writes into the folder of the one that was given up is in nobody's way.
+    assert [name for name in names(tmp_path) if name[0] != "."] == [f"step-{step:08d}" for step in there]
 
 
 def test_a_job_may_stop_before_what_nothing_is_owed_to_ends(tmp_path: Path) -> None:
