@@ -256,7 +256,7 @@ class PoolSource:
         return state if state.instance == replica.known else self._know(replica)
 
     def _in_order(self) -> list[_Replica]:
-        """Return the replicas that can be asked, the one to be asked first first."""
+        """Return the replicas that can be asked, the one to ask before all others first."""
         current = None if self.bound is None else self.bound.replica
         self._look_around(current)
         there = self._rested()
