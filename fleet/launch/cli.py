@@ -9,11 +9,12 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 from fleet.base import checks
 from fleet.base.cluster import Endpoint
@@ -392,56 +393,67 @@ def _plan(options: argparse.Namespace, command: list[str]) -> LaunchPlan:
             todo="The first start a whole job on this machine, the others its part of a larger one.",
         )
     metrics_port = _metrics_port(options)
-    servers: tuple[Endpoint, ...] = ()
-    workers: tuple[Endpoint, ...] = ()  # of a collective job, which has no servers
-    if part:
-        if options.workers is None:
-            raise ConfigurationError(
-                "--workers is missing",
-                todo="Give both lists, or for a collective job this one, before the script and alike on all machines.",
-            )
-        if options.servers is None:
-            workers = parse_endpoints(options.workers, "worker")
-            worker_hosts = tuple(worker.host for worker in workers)
-        else:
-            servers = parse_endpoints(options.servers, "server")
-            worker_hosts = parse_worker_hosts(options.workers)
-        hosts = [*(server.host for server in servers), *worker_hosts]
-        here = host_network.hosts_here(hosts, options.node_ip)
-        check_reachable(hosts, here)
-        for listening in (*servers, *workers[:1]):
-            if listening.host in here:
-                host_network.check_free(listening)
-        made_up = shared_job_id(servers or workers, worker_hosts)
-    else:
-        _check_numbers(options.server_num, options.worker_num)
-        count = options.worker_num if options.server_num is None else options.server_num
-        processes = options.worker_num + (options.server_num or 0)
-        ports = (
-            host_network.free_ports(count, range(metrics_port, metrics_port + processes) if metrics_port else ())
-            if options.start_port is None
-            else host_network.consecutive_ports(options.start_port, count)
-        )
-        listening_here = tuple(Endpoint(host_network.LOOPBACK, port) for port in ports)
-        if options.server_num is None:
-            workers = listening_here
-        else:
-            servers = listening_here
-        worker_hosts = (host_network.LOOPBACK,) * options.worker_num
-        here = frozenset([host_network.LOOPBACK])
-        made_up = secrets.token_hex(8)
+    found = _part_of_a_job(options) if part else _whole_job(options, metrics_port)
     plan = plan_launch(
-        servers=servers,
-        worker_hosts=worker_hosts,
-        here=here,
+        servers=found.servers,
+        worker_hosts=found.worker_hosts,
+        here=found.here,
         command=command,
-        job_id=_job_id(options.job_id) or made_up,
+        job_id=_job_id(options.job_id) or found.made_up_id,
         inherited=PROCESS_ENVIRONMENT,
-        workers=workers,
+        workers=found.workers,
         record_dir=str(_record_dir(options)),
         metrics_port=metrics_port,
     )
     return replace(plan, notes=(*remarks(PROCESS_ENVIRONMENT), *plan.notes))
+
+
+class _Places(NamedTuple):
+    """Says where the processes of a job are; ``workers`` are those of a collective job, which has no servers."""
+
+    servers: tuple[Endpoint, ...]
+    workers: tuple[Endpoint, ...]
+    worker_hosts: tuple[str, ...]
+    here: Collection[str]
+    made_up_id: str
+
+
+def _part_of_a_job(options: argparse.Namespace) -> _Places:
+    if options.workers is None:
+        raise ConfigurationError(
+            "--workers is missing",
+            todo="Give both lists, or for a collective job this one, before the script and alike on all machines.",
+        )
+    servers: tuple[Endpoint, ...] = ()
+    workers: tuple[Endpoint, ...] = ()
+    if options.servers is None:
+        workers = parse_endpoints(options.workers, "worker")
+        worker_hosts = tuple(worker.host for worker in workers)
+    else:
+        servers = parse_endpoints(options.servers, "server")
+        worker_hosts = parse_worker_hosts(options.workers)
+    hosts = [*(server.host for server in servers), *worker_hosts]
+    here = host_network.hosts_here(hosts, options.node_ip)
+    check_reachable(hosts, here)
+    for listening in (*servers, *workers[:1]):
+        if listening.host in here:
+            host_network.check_free(listening)
+    return _Places(servers, workers, worker_hosts, here, shared_job_id(servers or workers, worker_hosts))
+
+
+def _whole_job(options: argparse.Namespace, metrics_port: int | None) -> _Places:
+    _check_numbers(options.server_num, options.worker_num)
+    count = options.worker_num if options.server_num is None else options.server_num
+    processes = options.worker_num + (options.server_num or 0)
+    ports = (
+        host_network.free_ports(count, range(metrics_port, metrics_port + processes) if metrics_port else ())
+        if options.start_port is None
+        else host_network.consecutive_ports(options.start_port, count)
+    )
+    listening = tuple(Endpoint(host_network.LOOPBACK, port) for port in ports)
+    servers, workers = ((), listening) if options.server_num is None else (listening, ())
+    here = (host_network.LOOPBACK,)
+    return _Places(servers, workers, here * options.worker_num, here, secrets.token_hex(8))
 
 
 def _check_working_directory() -> None:
