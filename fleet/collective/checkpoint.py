@@ -171,22 +171,26 @@ def _read(worker: CollectiveWorker, checkpoint: Checkpoint, strict: bool) -> tup
             {"name": member.name, "tensors": keys, "flat": sorted(flat), "plain": plain, "has_state": has_state}
         )
         values += [pieces[key] for key in keys]
-    buffers: list[str] = []
+    buffers = _fitting_buffers(worker, checkpoint, strict)
+    values += buffers.values()
+    kinds = [(list(value.shape), dtype_name(value.dtype)) for value in values]
+    return {"step": checkpoint.manifest.version, "params": params, "buffers": [*buffers], "tensors": kinds}, values
+
+
+def _fitting_buffers(worker: CollectiveWorker, checkpoint: Checkpoint, strict: bool) -> dict[str, torch.Tensor]:
+    """Return those of a checkpoint's buffers that fit the model's."""
     present = {} if worker.model is None else {name: each.shape for name, each in worker.model.named_buffers()}
-    saved: set[str] = set()
-    problems: list[tuple[object, object]] = []
+    saved: dict[str, torch.Tensor] = {}
     for about, tensors in checkpoint.pieces(BUFFERS):
-        for name, tensor in zip(about[BUFFERS], tensors, strict=True):
-            saved.add(name)
-            if present.get(name) == tensor.shape:
-                buffers.append(name)
-                values.append(tensor)
-                continue
-            shape = tuple(present[name]) if name in present else "none"
-            problems.append((f"{name!r}: {tuple(tensor.shape)}", shape))
-    if worker.model is not None and any(True for _ in checkpoint.files(BUFFERS)):  # servers write none
-        kept = worker.model.state_dict(keep_vars=True).keys()
-        lacking = sorted((present.keys() & kept) - saved)
+        saved |= zip(about[BUFFERS], tensors, strict=True)
+    fitting = {name: value for name, value in saved.items() if present.get(name) == value.shape}
+    problems: list[tuple[object, object]] = [
+        (f"{name!r}: {tuple(value.shape)}", tuple(present[name]) if name in present else "none")
+        for name, value in saved.items()
+        if name not in fitting
+    ]
+    if worker.model is not None and checkpoint.files(BUFFERS):  # servers write none
+        lacking = sorted((present.keys() & worker.model.state_dict(keep_vars=True).keys()) - saved.keys())
         problems += [(f"{name!r}: {tuple(present[name])}", "none in the checkpoint") for name in lacking]
     for expected, got in problems:
         error = CheckpointError(
@@ -195,8 +199,7 @@ def _read(worker: CollectiveWorker, checkpoint: Checkpoint, strict: bool) -> tup
         if strict:
             raise error
         _log.warning("%s", error)
-    kinds = [(list(value.shape), dtype_name(value.dtype)) for value in values]
-    return {"step": checkpoint.manifest.version, "params": params, "buffers": buffers, "tensors": kinds}, values
+    return fitting
 
 
 @torch.no_grad()
