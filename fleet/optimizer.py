@@ -50,6 +50,11 @@ class AveragingStepper(Stepper, Protocol):
     def set_synchronized(self, wanted: bool) -> bool: ...
 
 
+def params_of(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[Any]:
+    """Return the parameters that some optimizers have, in the order of their groups."""
+    return (param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"])
+
+
 class Guard:
     """Keeps optimizers from stepping by themselves, as a step hook, unless it is open."""
 
@@ -256,8 +261,7 @@ class OptimizerState(defaultdict[Any, Any]):
 
     @property
     def _params(self) -> Iterator[Any]:
-        groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
-        return (param for group in groups for param in group["params"])
+        return params_of(self._optimizers)
 
     def _kept(self, param: Any) -> Kept | None:
         kept = self._kept_at()
@@ -277,7 +281,7 @@ class JoinedState(OptimizerState):
 
     def __missing__(self, param: Any) -> Any:
         for optimizer in self._optimizers:
-            if any(each is param for group in optimizer.param_groups for each in group["params"]):
+            if any(each is param for each in params_of([optimizer])):
                 return optimizer.state[param]
         raise KeyError(param)
 
@@ -331,7 +335,7 @@ class StateDicts:
             if isinstance(optimizer.state, OptimizerState):
                 continue
             kept = self._kept_at()
-            if kept is not None and any(kept.holds(p) for group in optimizer.param_groups for p in group["params"]):
+            if kept is not None and any(map(kept.holds, params_of([optimizer]))):
                 raise _elsewhere(f"{type(optimizer).__name__} was given another state in the place of its own", kept)
 
     def _mark(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
@@ -410,8 +414,8 @@ _made: weakref.WeakSet[DistributedOptimizer] = weakref.WeakSet()
 def is_trained(params: Iterable[torch.Tensor]) -> bool:
     """Say whether a job that runs in this process trains one of these."""
     wanted = {id(param) for param in params}
-    running = (each for each in list(_made) if each._running())
-    return any(id(param) in wanted for each in running for group in each.param_groups for param in group["params"])
+    running = [each for each in list(_made) if each._running()]
+    return any(id(param) in wanted for param in params_of(running))
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -557,7 +561,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             _run_hooks(optimizer, hooks[place])
             earlier.check(optimizer)
             if any(hooks[place + 1 :]):
-                earlier.add(param for group in optimizer.param_groups for param in group["params"])
+                earlier.add(params_of([optimizer]))
         cast(RemoteStepper, stepper).step()
         for optimizer in self._wrapped:
             own = optimizer._optimizer_step_post_hooks.values()
@@ -680,7 +684,7 @@ class AveragingOptimizer(DistributedOptimizer):
         raise NotImplementedError
 
     def _gradients(self) -> list[torch.Tensor]:
-        return [param.grad for group in self.param_groups for param in group["params"] if param.grad is not None]
+        return [param.grad for param in params_of([self]) if param.grad is not None]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -24,6 +24,7 @@ from fleet.collective.trainable import refuse_remote, refuse_untrainable
 from fleet.collective.worker import CollectiveWorker
 from fleet.errors import ConfigurationError, StateError, UnsupportedError
 from fleet.nn.trainables import members
+from fleet.optimizer import params_of
 from fleet.serving.followed_model import refuse_followed
 from fleet.strategy.collective import DistributedStrategy, as_collective
 
@@ -50,7 +51,7 @@ class CollectiveBackend(Lifecycle[CollectiveWorker, DistributedStrategy]):
     ) -> SynchronizedOptimizer:
         self._refuse_second_optimizer()
         strategy = as_collective(given)
-        refuse_followed(p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+        refuse_followed(params_of(optimizers))
         refuse_remote(remote)
         refuse_untrainable(optimizers, model)
         members(optimizers, model)  # refuses what has no name of its own, while the user's line is on the stack

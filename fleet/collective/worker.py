@@ -29,6 +29,7 @@ from fleet.collective.reductions import StoreReductions
 from fleet.collective.step_options import MergedGradients, average_parameters
 from fleet.errors import ConfigurationError, NonFiniteGradientError, StateError
 from fleet.nn.trainables import ElementTypes, Member, members
+from fleet.optimizer import params_of
 from fleet.strategy.collective import DistributedStrategy
 from fleet.strategy.pace import Pace
 from fleet.telemetry.observer import Observer
@@ -174,8 +175,7 @@ class CollectiveWorker:
         self._arm()
 
     def _has_newcomers(self) -> bool:
-        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
-        return any(id(p) not in self._known and p.requires_grad for group in groups for p in group["params"])
+        return any(id(param) not in self._known and param.requires_grad for param in params_of(self.optimizers))
 
     def _values(self) -> list[torch.Tensor]:
         """Return everything that is to be the same on all workers: what is trained, and what else the model has."""

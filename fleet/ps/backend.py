@@ -23,7 +23,7 @@ from fleet.checkpoint.series import latest, root_at
 from fleet.checkpoint.state import Bytes, encoded
 from fleet.errors import FleetError, NotInitializedError, StateError, UnsupportedError
 from fleet.nn.handle import handle_of
-from fleet.optimizer import DistributedOptimizer, Kept
+from fleet.optimizer import DistributedOptimizer, Kept, params_of
 from fleet.plan.specs import ALL_REDUCE
 from fleet.ps.consistency import policy_of
 from fleet.ps.resume_query import resume
@@ -109,7 +109,7 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
 
     def _refuse_kept(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Refuse a model that somebody else in this process keeps."""
-        params = [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
+        params = [*params_of(optimizers)]
         refuse_followed(params)
         for handle in map(handle_of, params):
             by = None if handle is None else handle.source
@@ -136,8 +136,8 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
         optimizers, _, strategy = self._parts
         here = policy_of(strategy, strategy.update_frequency).trains_on_workers
         is_all = not here and strategy.dense != ALL_REDUCE
-        weights = (param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"])
-        if not is_all and all(handle_of(param) is None for param in weights):  # that of rows is in no optimizer
+        # The state of rows is in no optimizer.
+        if not is_all and all(handle_of(param) is None for param in params_of(optimizers)):
             return None
         at = 0 if self._resumed is None else self._resumed.step
         if self._worker is not None:
