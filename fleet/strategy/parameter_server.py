@@ -356,13 +356,9 @@ def _from_config(config: DistributeTranspilerConfig) -> Strategy:
             f"mode={config.mode!r} asks for a collective job, and this one has parameter servers",
             todo="Leave mode at 'pserver', or start the job without servers; docs/doors.md shows every way to.",
         )
-    idle = {
-        "nccl_comm_num": 1,
-        "use_hierarchical_allreduce": False,
-        "hierarchical_allreduce_inter_nranks": 0,
-        "collective_mode": None,
-    }
-    set_in_vain = [name for name, default in idle.items() if getattr(config, name) != default]
+    idle = ("nccl_comm_num", "use_hierarchical_allreduce", "hierarchical_allreduce_inter_nranks", "collective_mode")
+    untouched = DistributeTranspilerConfig()
+    set_in_vain = [name for name in idle if getattr(config, name) != getattr(untouched, name)]
     if set_in_vain:
         raise ConfigurationError(
             f"{', '.join(set_in_vain)}: nothing to act on in a parameter-server job",
