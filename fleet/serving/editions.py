@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from fleet.errors import FleetError, IdOutOfRangeError, NotInitializedError, PlanMismatchError, TableFileError
-from fleet.numeric.ids import bounds, first_outside, gather, lift, packed_ids
+from fleet.numeric.ids import first_outside, gather, lift
 from fleet.numeric.jit import Array, Ids
 from fleet.ps.table.bundle import join
 from fleet.ps.table.index import find_each
@@ -325,24 +325,13 @@ class _Draft:
                 raise _misfit(name)
             self.dense[name] = values
         for name, changes in piece.rows.items():
-            self._check(name, changes)
+            if name not in self._places or not self._source.tables[name].fits(changes):
+                raise _misfit(name)
             place = self._places[name]
             if self.whole:
                 self.kept[place].change(changes)
             elif changes.ids.size or changes.gone.size:
                 self.rows.setdefault(place, []).append(changes)
-
-    def _check(self, name: str, changes: RowChanges) -> None:
-        table = self._source.tables.get(name)
-        if table is None or changes.values.dtype != table.dtype:
-            raise _misfit(name)
-        if changes.values.shape != (changes.ids.size, table.embedding_dim):
-            raise _misfit(name)
-        for ids in (changes.ids, changes.gone):
-            if ids.size and table.num_embeddings is not None:
-                low, high = bounds(packed_ids(ids))
-                if low < 0 or high >= table.num_embeddings:
-                    raise _misfit(name)
 
     def publish(self) -> bool:
         if self.whole and (lacking := self._source.dense.keys() - self.dense.keys()):

@@ -364,14 +364,7 @@ class Draft:
 
     def _checked(self, name: str, changes: RowChanges) -> RowChanges:
         table = self._holder._tables.get(name)
-        if table is None or changes.values.shape != (changes.ids.size, table.embedding_dim):
-            raise _misfit(name)
-        for ids in (changes.ids, changes.gone):
-            if ids.size and table.num_embeddings is not None:
-                low, high = bounds(packed_ids(ids))
-                if low < 0 or high >= table.num_embeddings:
-                    raise _misfit(name)
-        if changes.values.dtype != table.dtype:
+        if table is None or not table.fits(changes):
             raise _misfit(name)
         if self._holder._share is not None and changes.ids.size:
             kept = kept_of(self._holder._share, packed_ids(changes.ids))

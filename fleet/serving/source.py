@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fleet.numeric.ids import bounds, packed_ids
 from fleet.plan.specs import JobSpec
 
 #: So many differences of two models are told one by one.
@@ -29,6 +30,13 @@ class TableDescription:
     num_embeddings: int | None
     mean: float
     dtype: torch.dtype = torch.float32
+
+    def fits(self, changes: RowChanges) -> bool:
+        """Say whether these can be rows of the table."""
+        most, named = self.num_embeddings, [ids for ids in (changes.ids, changes.gone) if ids.size]
+        if most is not None and any(low < 0 or high >= most for low, high in map(bounds, map(packed_ids, named))):
+            return False
+        return changes.values.dtype == self.dtype and changes.values.shape == (changes.ids.size, self.embedding_dim)
 
 
 @dataclass(frozen=True)
