@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
-from typing import Any, NamedTuple, NoReturn, Protocol, cast
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar, cast
 
 import torch
 from torch.autograd.profiler import record_function
@@ -17,6 +17,8 @@ from fleet.base.interruption import uninterrupted
 from fleet.errors import ConfigurationError, StateError, UnsupportedError
 from fleet.numeric.compiler import uncompiled
 from fleet.telemetry.worker_figures import WorkerFigures
+
+T = TypeVar("T", bound="DistributedOptimizer")
 
 
 class Stepper(Protocol):
@@ -431,6 +433,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         >>> optimizer.param_groups[0]["lr"]
         0.05
     """
+
+    def __new__(cls: type[T], *given: Any, **options: Any) -> T:  # noqa: ARG004 - what another optimizer's class takes
+        """Refuse the arguments of another optimizer: some libraries begin to train with a new one, of the class of the
+        one that they were given."""
+        if len(given) < 2 or not callable(given[1]):
+            raise UnsupportedError(
+                "the optimizer of a job cannot be made anew from its class, as type(optimizer)(params, ...) would",
+                todo="Hand to fleet.distributed_optimizer() the one that is made in the end, such as in a callback "
+                "before the first batch, and put what it returns in that one's place.",
+            )
+        return super().__new__(cls)
 
     def __init__(
         self,

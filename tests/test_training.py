@@ -1025,6 +1025,26 @@ def test_a_signal_that_was_held_back_is_heard_though_another_comes(first: int, t
     assert at > 9, "it has more lines"
 
 
+@pytest.mark.parametrize("backend", ["servers", "all_reduce", "collective"])
+def test_the_optimizer_of_a_job_is_not_made_anew_from_its_class(backend: str) -> None:
+    """PyKEEN's training begins so, whatever optimizer it was given; it takes the one that is put there later."""
+    rank = {"PADDLE_TRAINER_ENDPOINTS": "127.0.0.1:6170", "PADDLE_TRAINER_ID": "0"}
+    alone = Fleet(environ=rank if backend == "collective" else {})
+    alone.init(is_collective=backend == "collective")
+    strategy = fleet.StrategyFactory.create_sync_strategy(dense=backend) if backend != "collective" else None
+    params = [torch.nn.Parameter(torch.zeros(1))]
+    optimizer = alone.distributed_optimizer(torch.optim.SGD(params, lr=1.0), strategy)
+    for given, options in [
+        ((), {}),
+        ((), {"params": params, "lr": 0.1}),
+        ((params,), {}),
+        ((params, 0.1), {}),
+        ((params, 0.1, (0.9, 0.99), 1e-8), {"foreach": None}),
+    ]:
+        with pytest.raises(UnsupportedError, match=r"made anew from its class.*fleet\.distributed_optimizer\(\)"):
+            type(optimizer)(*given, **options)
+
+
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_the_optimizer_of_a_job_is_not_copied(copied: Callable[[Any], Any]) -> None:
     """A copy would be none of the job's, and lack what it was made of."""

@@ -675,6 +675,12 @@ def _(s: Script) -> None:
     pickle.dumps(s.optimizer)
 
 
+@refused("`type(optimizer)(params, lr=…)`: another one of its class", "made anew from its class")
+def _(s: Script) -> None:
+    options = {name: value for name, value in s.optimizer.param_groups[0].items() if name != "params"}
+    type(s.optimizer)(params=s.model.parameters(), **options)
+
+
 @as_in_torch("`register_state_dict_pre_hook`, `register_state_dict_post_hook`")
 def _(s: Script) -> Any:
     seen: list[str] = []
