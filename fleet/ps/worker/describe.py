@@ -334,7 +334,8 @@ def _rule(optimizer: torch.optim.Optimizer) -> Rule:
         raise UnsupportedError(
             f"the optimizer {type(optimizer).__module__}.{name} is not known to the servers",
             expected="one of torch.optim's or fleet.optim's own: " + ", ".join(sorted(RULES)),
-            todo="A new one is a file in fleet/kernels; CONTRIBUTING.md has the recipe.",
+            todo='With dense="all_reduce" dense parameters may have any optimizer. A new one for servers is a file in '
+            "fleet/kernels; CONTRIBUTING.md has the recipe.",
         )
     return rule
 
