@@ -6,6 +6,7 @@ wherever the job does. In evaluation it is the layer it was.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -38,6 +39,9 @@ class StatisticsGroup:
     def __deepcopy__(self, memo: dict[int, Any]) -> StatisticsGroup:
         return self  # a copy of the model (an average of weights, say) meets where the model does
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StatisticsGroup, ()  # what is unpickled is in no job, and its layers are what they were
+
     def open(self, group: Group) -> None:
         self._group, self._own = group, group.split()
 
@@ -61,17 +65,29 @@ def synchronize(model: torch.nn.Module, statistics: StatisticsGroup) -> None:
     """Turn every batch norm of the model into a synchronized one, in place: they keep their identity and their keys."""
     for module in model.modules():
         if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and not isinstance(module, _Synchronized):
-            kind = type(module)
-            module.__class__ = type(f"Synchronized{kind.__name__}", (_Synchronized, kind), {})
+            kind: Any = type(module)
+            module.__class__ = _synchronized(kind)
             module.__dict__["_statistics"] = statistics
+
+
+@cache
+def _synchronized(kind: Any) -> Any:
+    return type(f"Synchronized{kind.__name__}", (_Synchronized, kind), {})
+
+
+def _unmade(kind: Any) -> Any:
+    """Return a synchronized layer for a copy or a pickle to fill in, which knows it by the layer that it was."""
+    return kind.__new__(_synchronized(kind))
 
 
 class _Synchronized(torch.nn.modules.batchnorm._BatchNorm):
     _statistics: StatisticsGroup
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unmade, (type(self).__bases__[1],), self.__dict__
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        uses_batch = self.training or self.running_mean is None
-        if not uses_batch or not self._statistics.has_others:
+        if not self.training or not self._statistics.has_others:
             return super().forward(input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         dims = [dim for dim in range(input.dim()) if dim != 1]
@@ -81,7 +97,7 @@ class _Synchronized(torch.nn.modules.batchnorm._BatchNorm):
         of_all = total[-1].detach()
         mean, square = (total[:-1] / of_all).chunk(2)
         mean, variance = mean.to(wide.dtype), (square - mean * mean).clamp_min(0).to(wide.dtype)
-        if self.training and self.track_running_stats:
+        if self.track_running_stats:
             self._remember(mean.detach(), variance.detach() * (of_all / (of_all - 1)).to(wide.dtype))
         result = (wide - mean.view(shape)) * torch.rsqrt(variance + self.eps).view(shape)
         if self.affine:
