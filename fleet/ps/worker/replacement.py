@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from fleet.checkpoint.inference import ids_key
 from fleet.checkpoint.manifest import Checkpoint
@@ -98,6 +99,8 @@ def _load_state(worker: WorkerRuntime, model: torch.nn.Module, state: Mapping[st
     with torch.no_grad():
         for mine, value in found.local:
             mine.copy_(value)
+    for module, value in found.extra:
+        module.set_extra_state(value)
     worker.reload_in_turn()
 
 
@@ -125,6 +128,8 @@ class _Sorted:
         self.dense: dict[str, torch.Tensor] = {}
         self.rows: dict[str, tuple[Array, torch.Tensor]] = {}
         self.local: list[tuple[torch.Tensor, torch.Tensor]] = []
+        #: what modules keep that is no parameter and no buffer, and may be anything
+        self.extra: list[tuple[torch.nn.Module, Any]] = []
         self._problems: list[str] = []
         params, tables = worker.trained.parts()
         wanted: set[str] = set()
@@ -134,6 +139,10 @@ class _Sorted:
                 wanted |= self._sort_table(name, handle, tables[id(handle)].name, state)
                 continue
             wanted.add(name)
+            of_module, _, key = name.rpartition(".")
+            if key == _EXTRA_STATE_KEY_SUFFIX and name in state:
+                self.extra.append((model.get_submodule(of_module), state[name]))
+                continue
             value = self._checked(name, state, tuple(mine.shape))
             if value is not None and id(mine) in params:
                 self.dense[params[id(mine)].name] = value.to(mine.dtype)
