@@ -68,16 +68,18 @@ class Averaging:
 
     def begin(self, bucket: GradBucket) -> Finish:
         whole = bucket.buffer()
+        real = torch.view_as_real(whole) if whole.is_complex() else whole
         if self._dtype is not None:
-            travelling = whole.to(self._dtype).div_(self._size)
+            travelling = real.to(self._dtype).div_(self._size)
         else:
-            travelling = torch.div(whole, self._size, out=self._place_of(bucket.index(), whole))
+            travelling = torch.div(real, self._size, out=self._place_of(bucket.index(), real))
         finish = self._route.begin(travelling, bucket.index())
         self.sent_bytes += travelling.nbytes
 
         def result() -> torch.Tensor:
             finish()
-            return travelling.to(whole.dtype)  # itself, where it travels as it is
+            mean = travelling.to(real.dtype)  # itself, where it travels as it is
+            return torch.view_as_complex(mean) if whole.is_complex() else mean
 
         return result
 
