@@ -771,6 +771,90 @@ def test_two_backwards_through_one_graph(net: Net) -> None:
     check(*hybrid_and_servers(net, lambda each: torch.optim.SGD(each.parameters(), 0.05), 2, 1, train))
 
 
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_autograd_may_be_off_around_calls(net: Net, off: Callable[[], Any]) -> None:
+    """An evaluation at the end of a script turns it off for good; the others still train."""
+
+    def body(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
+        model = copy.deepcopy(net.dense).eval()
+        plain = torch.optim.SGD(model.parameters(), 0.05)
+        with off():
+            optimizer = fleet_.distributed_optimizer(plain, sync(dense="all_reduce"), model=model)
+            fleet_.init_worker()
+        for step in range(STEPS + worker):
+            optimizer.zero_grad()
+            with optimizer.no_sync():
+                model(torch.rand(8, 4, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+            with off():
+                optimizer.step()
+        with off():
+            fleet_.stop_worker()
+        return values(model)
+
+    run_job(body, 2)
+
+
+@pytest.mark.parametrize("what", ["a buffer", "a layout"])
+def test_models_that_differ_between_workers(what: str) -> None:
+    def body(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
+        torch.manual_seed(5)
+        model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 2), torch.nn.Flatten(), torch.nn.Linear(16, 1))
+        if what == "a buffer":
+            model.register_buffer("seen", torch.zeros(3 + worker))
+        elif worker:
+            model = model.to(memory_format=torch.channels_last)
+        plain = torch.optim.SGD(model.parameters(), 0.05)
+        optimizer = fleet_.distributed_optimizer(plain, sync(dense="all_reduce"), model=model)
+        fleet_.init_worker()
+        for step in range(STEPS):
+            images = torch.rand(2, 3, 3, 3, generator=torch.Generator().manual_seed(10 * step + worker))
+            optimizer.minimize(model(images).square().mean())
+        fleet_.barrier_worker()
+        return values(model)
+
+    if what == "a buffer":
+        with pytest.raises(AssertionError, match="other buffers than that of another worker"):
+            run_job(body, 2)
+    else:  # gradients travel by their numbers, not by their places
+        assert_close(*run_job(body, 2))
+
+
+def test_a_gradient_with_a_graph_is_refused(net: Net) -> None:
+    def body(fleet_: Fleet, worker: int) -> None:
+        model = copy.deepcopy(net.dense).eval()
+        optimizer = fleet_.distributed_optimizer(
+            torch.optim.SGD(model.parameters(), 0.05), sync(dense="all_reduce"), model=model
+        )
+        fleet_.init_worker()
+        loss = model(torch.rand(8, 4)).square().mean()
+        with pytest.raises(UnsupportedError, match="create_graph=True"):
+            loss.backward(create_graph=True)
+        optimizer.minimize(model(torch.rand(8, 4)).square().mean())
+
+    run_job(body, 2)
+
+
+def test_what_a_module_keeps_beside_tensors_is_loaded() -> None:
+    class Counting(torch.nn.Linear):
+        seen: Any = 0
+
+        def get_extra_state(self) -> Any:
+            return self.seen
+
+        def set_extra_state(self, state: Any) -> None:
+            self.seen = state
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        model = Counting(4, 1)
+        fleet_.distributed_optimizer(torch.optim.SGD(model.parameters(), 0.05), model=model)
+        fleet_.init_worker()
+        for kept in ({"seen": 3}, torch.ones(2)):
+            fleet_.load_state_dict(model, {**fleet_.state_dict(model), "_extra_state": kept})
+            assert model.seen is kept
+
+    run_job(body, 2)
+
+
 def test_values_are_brought_together_when_no_backward_needs_them_any_more(net: Net) -> None:
     """The next of two backwards through one graph would find them changed."""
 

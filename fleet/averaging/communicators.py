@@ -79,7 +79,20 @@ def hand_round(tensors: Sequence[torch.Tensor], send: Callable[[torch.Tensor], N
         send(flat.view(torch.uint8))  # Gloo knows few element types
         if not gives:
             for tensor, values in zip(some, flat.split_with_sizes([tensor.numel() for tensor in some]), strict=True):
-                tensor.detach().copy_(values.view(tensor.shape))
+                values = values.view(tensor.shape)
+                # A graph that has saved a buffer would refuse another backward, though it is what it was.
+                if not (tensor.is_cpu and torch.equal(tensor, values)):
+                    tensor.detach().copy_(values)
+
+
+def outline(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+    """Describe values that are handed round, of which all workers have to have the same ones."""
+    return [f"{name} {value.dtype} {tuple(value.shape)}" for name, value in named]
+
+
+def layout(param: torch.Tensor) -> str:
+    """Describe how a parameter lies in memory, and with it its gradient in a bucket: alike on all workers."""
+    return "" if param.is_contiguous() else f" by {param.stride()}"
 
 
 def buffers_to_share(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor]:

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,9 @@ from fleet.base.turns import Turns
 from fleet.errors import StateError, UnsupportedError
 from fleet.nn.trainables import ElementTypes
 from fleet.numeric.compiler import uncompiled
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 #: Sizes of DistributedDataParallel's own: the first bucket is small, so that sending begins early.
 _FIRST_BUCKET_BYTES, _BUCKET_BYTES = 1 << 20, 25 << 20
@@ -47,10 +50,22 @@ class Round:
     marked: tuple[bool, ...] = ()
 
 
+def _with_gradients(call: Callable[P, T]) -> Callable[P, T]:
+    """Let a call have torch's autograd, also where a script has turned it off around what steps or stops."""
+
+    @wraps(call)
+    def made(*args: P.args, **kwargs: P.kwargs) -> T:
+        with torch.inference_mode(False), torch.enable_grad():
+            return call(*args, **kwargs)
+
+    return made
+
+
 class Reducer:
     """Averages gradients in rounds. ``on_round`` is called with each round after it, inside the backward that it
     belongs to."""
 
+    @_with_gradients
     def __init__(
         self,
         params: Sequence[torch.nn.Parameter],
@@ -98,6 +113,7 @@ class Reducer:
         self._reducer: Any = _make(travelling, [*names, "census"], group.everyone)
         _register_comm_hook(self._reducer, None, self._begin_bucket)
 
+    @_with_gradients
     def run(self, taking_part: bool) -> None:
         """Run a round on the gradients as they are; without taking part, on none."""
         for name, param in zip(self._names, self._params, strict=True) if taking_part else ():
@@ -113,6 +129,7 @@ class Reducer:
         finally:
             self._taking_part = True
 
+    @_with_gradients
     def check_watching(self) -> None:
         """Refuse a parameter that was converted and back: torch has then replaced what its gradients arrive at."""
         for param, name, node in zip(self._params, self._names, self._nodes, strict=True):
@@ -141,6 +158,7 @@ class Reducer:
         """Note that a gradient is about to be accumulated."""
         self._refuse_sparse(self._names[index], gradients[0])
         if self.enabled:
+            self._refuse_graph(self._names[index], gradients[0])
             if not self._is_open:
                 self._open()
             self._seen.add(index)
@@ -155,6 +173,17 @@ class Reducer:
                 f"the gradient of {name!r} is sparse, and workers average dense ones only",
                 todo="Look it up without sparse=True, or make it the weight of an nn.Embedding(…, sparse=True), whose "
                 "rows are on servers.",
+            )
+
+    @staticmethod
+    def _refuse_graph(name: str, gradient: torch.Tensor | None) -> None:
+        """Refuse what is to be derived again: a mean over workers has no graph that would lead back through it."""
+        if gradient is not None and gradient.requires_grad:
+            raise UnsupportedError(
+                f"the gradient of {name!r} has a graph of its own, which ends where workers average",
+                got="backward(create_graph=True)",
+                todo="Take it by torch.autograd.grad(loss, params, create_graph=True), and go backward from what you "
+                "make of it; or surround this backward with no_sync().",
             )
 
     def _enter_round(self) -> None:

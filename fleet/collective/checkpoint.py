@@ -7,6 +7,7 @@ to the others, so only its machine needs the files.
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 
+from fleet.averaging.communicators import outline
 from fleet.checkpoint.assembly import Assembly
 from fleet.checkpoint.entries import VALUE, entries_of, names, refuse_loose_state, set_state, split
 from fleet.checkpoint.manifest import BUFFERS, DENSE, Checkpoint
@@ -98,8 +100,7 @@ def load_state(worker: CollectiveWorker, model: object, state: object) -> None:
         raise ArgumentTypeError("model must be a torch.nn.Module", got=type(model).__name__)
     if not isinstance(state, Mapping):
         raise ArgumentTypeError("state must be a dict of tensors by name", got=type(state).__name__)
-    own = model.state_dict()
-    before = {name: value.detach().clone() for name, value in own.items()}
+    before = {name: copy.deepcopy(value) for name, value in model.state_dict().items()}
     try:
         model.load_state_dict(state, strict=True)
     except RuntimeError as error:  # it names each parameter, with both shapes, and has copied what fits
@@ -109,9 +110,10 @@ def load_state(worker: CollectiveWorker, model: object, state: object) -> None:
             got=str(error),
             todo="Build the model as it was when the state was taken.",
         ) from None
-    sizes = {name: [*value.shape] for name, value in own.items()}
-    worker.group.check_alike("load_state_dict()", {"values": sizes})
-    worker.group.broadcast(list(model.state_dict().values()), 0)
+    # What a module keeps there beside tensors stays as each worker was given it.
+    tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    worker.group.check_alike("load_state_dict()", {"values": outline(tensors.items())})
+    worker.group.broadcast(list(tensors.values()), 0)
 
 
 def load(worker: CollectiveWorker, dirname: object, *, strict: bool = True) -> None:

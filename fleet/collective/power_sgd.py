@@ -27,6 +27,13 @@ class LowRank:
         for member in members:
             if member.param.dim() == 0:
                 raise UnsupportedError(f"power_sgd takes no parameter without a dimension, as {member.name!r} is")
+            if member.param.is_complex() or not member.param.numel():
+                raise UnsupportedError(
+                    f"power_sgd cannot compress {member.name!r}",
+                    expected="real numbers, and at least one of them",
+                    got=f"{member.param.dtype} {tuple(member.param.shape)}",
+                    todo="Leave power_sgd out, or keep it out of the optimizer.",
+                )
         # What the hook remembers belongs to buckets, so it begins anew when these change.
         self.state = powerSGD_hook.PowerSGDState(
             self._group.everyone,

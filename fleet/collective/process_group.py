@@ -57,6 +57,7 @@ class Group:
         self.exchanging: AbstractContextManager[None] = nullcontext()
         self._adopted = False
         self._made: list[dist.ProcessGroup] = []
+        self._everyone: dist.ProcessGroup | None = None
         self._control: dist.ProcessGroup | None = None
         # Apart from what asks it: a group that is abandoned holds on to its store, and must not hold on to the port.
         self._server: TCPStore | None = None
@@ -99,6 +100,7 @@ class Group:
             self._call_the_roll(about, deadline_s)
             if not self._adopted:
                 self._connect(store, deadline_s)
+            self._everyone = self.everyone
             if torch.cuda.is_available():
                 self._control = self.split("gloo")
         except BaseException:
@@ -228,6 +230,16 @@ class Group:
         _set_pg_timeout(_PATIENCE, self.everyone)
 
     # ---------------------------------------------------------------- groups
+
+    def check_there(self) -> None:
+        """Refuse to go on where a script has destroyed the group in which the workers meet."""
+        if dist.group.WORLD is not self._everyone:
+            raise StateError(
+                "torch.distributed's process group was destroyed while the job runs",
+                where=f"worker {self.rank}",
+                todo="Call dist.destroy_process_group() after fleet.stop_worker(), if the script has made the group; "
+                "otherwise leave it out, as stop_worker() does so.",
+            )
 
     @property
     def everyone(self) -> dist.ProcessGroup:

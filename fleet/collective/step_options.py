@@ -39,22 +39,26 @@ def average_parameters(group: Group, params: Sequence[torch.nn.Parameter], contr
 
 
 class MergedGradients:
-    """Holds the sum of the gradients of several steps."""
+    """Holds the sum of the gradients of several steps, also while parameters join, until the update on it is made."""
 
-    def __init__(self, params: Sequence[torch.nn.Parameter]) -> None:
-        self._params = params
-        self._sums: dict[int, torch.Tensor] = {}
+    def __init__(self) -> None:
+        self._sums: dict[torch.nn.Parameter, torch.Tensor] = {}
+        #: whether the mean of all workers is in ``.grad``, and the update on it is not made yet
+        self.is_averaged = False
 
-    def add(self) -> None:
+    def add(self, params: Sequence[torch.nn.Parameter]) -> None:
         """Add what ``.grad`` holds now, whatever happens to it afterwards."""
-        for index, param in enumerate(self._params):
+        for param in params:
             if param.grad is not None:
-                present = self._sums.get(index)
-                self._sums[index] = param.grad.detach().clone() if present is None else present.add_(param.grad)
+                present = self._sums.get(param)
+                self._sums[param] = param.grad.detach().clone() if present is None else present.add_(param.grad)
 
-    def put_back(self, divisor: int) -> None:
-        """Leave the sum, divided, in ``.grad``, and begin anew."""
-        for index, param in enumerate(self._params):
-            merged = self._sums.get(index)
-            param.grad = None if merged is None else merged.div_(divisor)
-        self._sums = {}
+    def put_back(self, params: Sequence[torch.nn.Parameter], divisor: int) -> None:
+        """Leave in ``.grad`` the sum with what is there, divided."""
+        for param in params:
+            some = [each for each in (self._sums.get(param), param.grad) if each is not None]
+            param.grad = sum(some[1:], some[0]).detach().div(divisor) if some else None
+
+    def begin_anew(self) -> None:
+        self._sums.clear()
+        self.is_averaged = False

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fleet.averaging.communicators import buffers_to_share
+from fleet.averaging.communicators import buffers_to_share, layout, outline
 from fleet.averaging.exchange import Averaging, Exchange, Flat, Route
 from fleet.averaging.reducer import Reducer, Round
 from fleet.base.clock import Clock
@@ -83,6 +83,7 @@ class CollectiveWorker:
         self._trained: list[torch.nn.Parameter] = []
         self._exchange: Exchange | None = None
         self._compression: DeepCompression | None = None
+        self._merged = MergedGradients()
         self._reducer: Reducer | None = None
         self._settings = settings
         self._observer: Observer | None = None
@@ -92,7 +93,8 @@ class CollectiveWorker:
     def start(self) -> None:
         """Connect, and take over worker 0's values."""
         self.members = members(self.optimizers, self.model)
-        self.group.start({**self._outline(), "strategy": repr(self._strategy), "FLEET_JOB_ID": self._job_id})
+        beside = {"what else the model has": outline(self._beside().items())}
+        self.group.start({**self._outline(), **beside, "strategy": repr(self._strategy), "FLEET_JOB_ID": self._job_id})
         try:
             self._observer = Observer(str(self.assignment), "worker", self.read_figures, self._settings)
             self.reductions = StoreReductions(self.group.monitor, self.turns)
@@ -112,7 +114,10 @@ class CollectiveWorker:
         return self._trained[0].device
 
     def _outline(self) -> dict[str, object]:
-        params = [f"{m.name} {m.param.dtype} {tuple(m.param.shape)} {m.param.requires_grad}" for m in self.members]
+        values = outline((member.name, member.param) for member in self.members)
+        params = [
+            f"{each}{layout(m.param)} {m.param.requires_grad}" for each, m in zip(values, self.members, strict=True)
+        ]
         return {"optimizers": [type(each).__name__ for each in self.optimizers], "parameters": params}
 
     def _make_exchange(self) -> Exchange:
@@ -153,7 +158,6 @@ class CollectiveWorker:
             raise StateError("no parameter of the optimizer requires a gradient")
         names = [member.name for member in trained]
         self._types = ElementTypes(self._trained, names, [param.dtype for param in self._trained])
-        self._merged = MergedGradients(self._trained)
         modules = () if self.model is None else self.model.modules()
         self._buffered = [module for module in modules if any(True for _ in module.buffers(recurse=False))]
         if self._exchange is not None:
@@ -179,10 +183,13 @@ class CollectiveWorker:
 
     def _values(self) -> list[torch.Tensor]:
         """Return everything that is to be the same on all workers: what is trained, and what else the model has."""
-        if self.model is None:
-            return [member.param for member in self.members]
-        beside = {id(value): value for value in (*self.model.parameters(), *self.model.buffers())}
-        return list(({id(m.param): m.param for m in self.members} | beside).values())
+        return [*(member.param for member in self.members), *self._beside().values()]
+
+    def _beside(self) -> dict[str, torch.Tensor]:
+        """Return the model's parameters that no optimizer has, and its buffers, by name."""
+        mine = {id(member.param) for member in self.members}
+        named = () if self.model is None else (*self.model.named_parameters(), *self.model.named_buffers())
+        return {name: value for name, value in named if id(value) not in mine}
 
     def _after_round(self, done: Round) -> None:
         """Take over the buffers of the first worker that took part, as DistributedDataParallel does with worker 0's."""
@@ -210,15 +217,13 @@ class CollectiveWorker:
             self.extend()
         elif self._reducer is not None and self._rounds_seen == self.group.monitor.rounds:
             self._reducer.check_watching()  # nothing was averaged since the step before: is that the user's will?
+        if not self._pace.updates(self.steps + 1):
+            self._merged.add(self._trained)
+            self._count_step()
+            return
         if self._pace.merged > 1:
-            self._merged.add()
-            if not self._pace.updates(self.steps + 1):
-                self._count_step()
-                return
-            merge = self._strategy.gradient_merge
-            assert merge is not None
-            self._merged.put_back(merge.k_steps if merge.avg else 1)
-        if self._reducer is not None and (late or self._pace.merged > 1):
+            self._average_merged()
+        elif self._reducer is not None and late:
             self._reduce(taking_part=True)
         if self._check_finite:
             self._refuse_infinite()
@@ -226,11 +231,23 @@ class CollectiveWorker:
             update()
         else:
             self._compression.update(update)
+        self._merged.begin_anew()
         self._count_step()  # now: one that raises, and is taken again, counts once, as it does for the others
         self._rounds_seen = self.group.monitor.rounds
         self._unaveraged = True
         if self._pace.averages(self.steps):
             self._average(contribute=True)
+
+    def _average_merged(self) -> None:
+        """Average what several steps have merged, once: a hook may have raised after that, and the step be taken again
+        on the same gradients."""
+        merge, reducer = self._strategy.gradient_merge, self._reducer
+        assert merge is not None
+        assert reducer is not None
+        if not self._merged.is_averaged or reducer.has_more:
+            self._merged.put_back(self._trained, merge.k_steps if merge.avg else 1)
+            self._reduce(taking_part=True)
+            self._merged.is_averaged = True
 
     def _count_step(self) -> None:
         self.steps += 1
@@ -293,6 +310,7 @@ class CollectiveWorker:
                 self.group.abandon()
 
     def _accompany(self) -> None:
+        self.group.check_there()
         self.group.monitor.leave()
         self._is_over = False
         while not self._is_over:
@@ -348,3 +366,4 @@ class CollectiveWorker:
         """Refuse a call in another process, and tell of a failure."""
         self.turns.refuse_fork(call)
         self.group.monitor.check()
+        self.group.check_there()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import pickle
 import shutil
 import unittest
 import warnings
@@ -37,6 +38,7 @@ from fleet.errors import (
     CheckpointError,
     ConfigurationError,
     FleetError,
+    JobAbortedError,
     NonFiniteGradientError,
     PlanMismatchError,
     StateError,
@@ -434,6 +436,95 @@ def two_backwards_through_one_graph(me: Rank) -> None:
     fleet.stop_worker()
 
 
+@check(2)
+def two_backwards_read_a_buffer(me: Rank) -> None:
+    """One that nobody changes, as a mask is, and that the graph has saved."""
+    fleet, layer, scale = me.fleet(), nn.Linear(8, 4), nn.Module()
+    scale.register_buffer("scale", torch.ones(4))
+    model = nn.ModuleList([layer, scale])
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+    fleet.init_worker()
+    for step in range(2):
+        optimizer.zero_grad()
+        found = layer(batch(me.rank, step)) * scale.scale
+        found.square().mean().backward(retain_graph=True)
+        found.abs().mean().backward()
+        optimizer.step()
+    alike(me, fleet, values(model))
+    fleet.stop_worker()
+
+
+@check(2)
+def a_gradient_with_a_graph_is_refused(me: Rank) -> None:
+    fleet, model = me.fleet(), nn.Linear(8, 4)
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+    fleet.init_worker()
+    loss = loss_of(model, me.rank, 0)
+    raises(UnsupportedError, "backward(create_graph=True)", lambda: loss.backward(create_graph=True))
+    optimizer.zero_grad()
+    with optimizer.no_sync():
+        loss_of(model, me.rank, 0).backward(create_graph=True)
+        assert model.weight.grad.requires_grad
+    optimizer.zero_grad()
+    gradients = torch.autograd.grad(loss_of(model, me.rank, 0), list(model.parameters()), create_graph=True)
+    sum(each.square().sum() for each in gradients).backward()
+    optimizer.step()
+    alike(me, fleet, values(model))
+    fleet.stop_worker()
+
+
+@check(2)
+def a_process_group_that_is_destroyed_is_missed_by_name(me: Rank) -> None:
+    fleet, model = me.fleet(), nn.Linear(8, 4)
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+    fleet.init_worker()
+    optimizer.minimize(loss_of(model, me.rank, 0))
+    world, dist.GroupMember.WORLD = dist.GroupMember.WORLD, None  # as dist.destroy_process_group() leaves it
+    raises(StateError, "process group was destroyed", optimizer.step)
+    dist.GroupMember.WORLD = world
+    fleet.stop_worker()
+
+
+@check(2)
+def what_a_module_keeps_beside_tensors_is_loaded(me: Rank) -> None:
+    class Counting(nn.Linear):
+        seen = 0
+
+        def get_extra_state(self) -> Any:
+            return {"seen": self.seen}
+
+        def set_extra_state(self, state: Any) -> None:
+            self.seen = state["seen"]
+
+    fleet, model = me.fleet(), Counting(8, 4)
+    fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+    fleet.init_worker()
+    fleet.load_state_dict(model, {**model.state_dict(), "weight": torch.ones(4, 8), "_extra_state": {"seen": 3}})
+    assert model.seen == 3
+    assert model.weight.eq(1).all()
+    fleet.stop_worker()
+
+
+@check(2)
+def synchronized_batch_norms_are_pickled_and_evaluate_alone(me: Rank) -> None:
+    fleet = me.fleet()
+    model = nn.Sequential(nn.Linear(8, 4, bias=False), nn.BatchNorm1d(4, track_running_stats=False), nn.BatchNorm1d(4))
+    strategy = DistributedStrategy(sync_batch_norm=True)
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), strategy, model=model)
+    fleet.init_worker()
+    optimizer.minimize(loss_of(model, me.rank, 0))
+    loaded = pickle.loads(pickle.dumps(model))
+    if me.rank == 0:
+        model.eval()
+        assert torch.equal(loaded.eval()(batch(0, 1)), model(batch(0, 1)))
+        close([model[1](model[0](batch(0, 1))).mean(0)], [torch.zeros(4)])
+        model.train()
+    loss_of(copy.deepcopy(model), me.rank, 1).backward()  # a copy meets where the model does
+    optimizer.minimize(loss_of(model, me.rank, 1))
+    alike(me, fleet, values(model))
+    fleet.stop_worker()
+
+
 @check(2, 4)
 def uneven_data(me: Rank) -> None:
     """Rank r has 3 + 2r batches: each round is the mean over those who are still there, and all end alike."""
@@ -724,6 +815,103 @@ def gradient_merge(me: Rank) -> None:
 
 
 @check(2)
+def a_merge_is_whole(me: Rank) -> None:
+    """Also where a layer is unfrozen amid it, or a hook raises in its last step and that is taken again."""
+
+    def joins(model: nn.Module, optimizer: Any) -> None:
+        model[3].requires_grad_(True)
+        optimizer.step()
+
+    def raises_once(_: nn.Module, optimizer: Any) -> None:
+        wrapped = optimizer._wrapped[0]
+
+        def fail(*_: object) -> None:
+            handle.remove()
+            raise ValueError("once")
+
+        handle = wrapped.register_step_pre_hook(fail)
+        raises(ValueError, "once", optimizer.step)
+        optimizer.step()
+
+    for last_step in (joins, raises_once):
+        expected, model = network().eval(), network().eval()
+        model[3].requires_grad_(last_step is raises_once)
+        theirs = torch.optim.SGD(expected.parameters(), lr=0.1)
+        for part in range(2):
+            expected[3].requires_grad_(last_step is raises_once)
+            for rank in range(me.size):
+                (loss_of(expected, rank, part) / me.size / 2).backward()
+        expected[3].requires_grad_(True)
+        theirs.step()
+        fleet = me.fleet()
+        strategy = DistributedStrategy(gradient_merge=GradientMerge(k_steps=2))
+        optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), strategy, model=model)
+        fleet.init_worker()
+        optimizer.minimize(loss_of(model, me.rank, 0))
+        optimizer.zero_grad()
+        loss_of(model, me.rank, 1).backward()
+        last_step(model, optimizer)
+        close(list(model.parameters()), list(expected.parameters()))
+        assert fleet.summary()["rounds"] == 1
+        fleet.stop_worker()
+
+
+@check(2)
+def autograd_may_be_off_around_calls(me: Rank) -> None:
+    """An evaluation at the end of a script turns it off for good; the others still train."""
+    for off in (torch.no_grad, torch.inference_mode):
+        fleet, model = me.fleet(), network()
+        strategy = DistributedStrategy(gradient_merge=GradientMerge(k_steps=2))
+        with off():
+            optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), strategy, model=model)
+            fleet.init_worker()
+        for step in range(4 + 2 * me.rank):
+            optimizer.zero_grad()
+            loss_of(model, me.rank, step).backward()
+            with off():
+                optimizer.step()
+        with off():
+            fleet.stop_worker()
+        (me.scratch / f"off.{off.__name__}.{me.rank}").write_text(str([each.tolist() for each in values(model)]))
+        loss_of(model, me.rank, 0).backward()
+    if me.rank == 0:
+        return
+    for off in ("no_grad", "inference_mode"):
+        mine, other = me.scratch / f"off.{off}.1", me.scratch / f"off.{off}.0"
+        until(other.exists)
+        until(lambda mine=mine, other=other: mine.read_text() == other.read_text())
+
+
+@check(2)
+def models_are_alike_in_all_that_travels(me: Rank) -> None:
+    def start(model: nn.Module, trained: nn.Module) -> Any:
+        fleet = me.fleet()
+        fleet.distributed_optimizer(torch.optim.SGD(trained.parameters(), lr=0.1), model=model)
+        return fleet.init_worker
+
+    def with_buffer() -> nn.Module:
+        model = nn.Linear(2, 2)
+        model.register_buffer("seen", torch.zeros(3 + me.rank))
+        return model
+
+    def with_frozen() -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 2), nn.Embedding(4 + me.rank, 2).requires_grad_(False))
+
+    def laid_out_otherwise() -> nn.Module:
+        model = nn.Conv2d(3, 4, 2)
+        return model.to(memory_format=torch.channels_last) if me.rank else model
+
+    for make, words in (
+        (with_buffer, "seen torch.float32 (3,)"),
+        (with_frozen, "1.weight torch.float32 (4, 2)"),
+        (laid_out_otherwise, "(4, 3, 2, 2) by (12, 1, 6, 3)"),
+    ):
+        model = make()
+        trained = model[0] if isinstance(model, nn.Sequential) else model
+        raises(PlanMismatchError if me.rank else JobAbortedError, words, start(model, trained))
+
+
+@check(2)
 def half_precision_on_the_way(me: Rank) -> None:
     for name, dtype in (("fp16_allreduce", torch.float16), ("bf16_allreduce", torch.bfloat16)):
         fleet = me.fleet()
@@ -744,6 +932,20 @@ def half_precision_on_the_way(me: Rank) -> None:
         numel = sum(param.numel() for param in model.parameters())
         assert fleet.summary()["gradient_bytes"] < 4 * numel, "half of what float32 takes, and the census"
         fleet.stop_worker()
+
+
+@check(2)
+def complex_numbers_keep_both_parts_in_half_precision(me: Rank) -> None:
+    got = []
+    for strategy in (DistributedStrategy(), DistributedStrategy(fp16_allreduce=True)):
+        fleet, weight = me.fleet(), nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+        optimizer = fleet.distributed_optimizer(torch.optim.SGD([weight], lr=1.0), strategy)
+        fleet.init_worker()
+        optimizer.minimize((weight - torch.complex(*batch(me.rank, 0)[:2, :3])).abs().square().sum())
+        got.append(weight.detach().clone())
+        fleet.stop_worker()
+    assert got[0].imag.abs().min() > 0
+    close([got[1]], [got[0]], 1e-2)
 
 
 @check(2)
@@ -1137,6 +1339,9 @@ def what_cannot_be_honoured_is_refused(me: Rank) -> None:
     raises(
         UnsupportedError, "no parameter without a dimension", wrap(torch.optim.SGD([scalar], lr=0.1), power).init_worker
     )
+    for strange in (torch.zeros(0, 4), torch.zeros(4, 4, dtype=torch.complex64)):
+        start = wrap(torch.optim.SGD([nn.Parameter(strange)], lr=0.1), power).init_worker
+        raises(UnsupportedError, "power_sgd cannot compress 'optimizer0.group0.param0'", start)
     frozen = nn.Linear(2, 2).requires_grad_(False)
     raises(
         StateError,

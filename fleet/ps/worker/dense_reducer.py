@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
+from fleet.averaging.communicators import layout
 from fleet.averaging.exchange import Averaging, Finish, Flat
 from fleet.averaging.reducer import Reducer, Round
 from fleet.base.turns import Turns
@@ -94,8 +95,9 @@ class LastingReducer(Reducer):
         self._every = every
         watched = {id(param) for param in params}
         self._others = [param for param in every if id(param) not in watched]
-        #: which parameters these are, in four bytes
-        self.watched = zlib.crc32(bytes(id(param) in watched for param in every))
+        #: which parameters these are, and how they are laid out, as their gradients are in buckets: in four bytes
+        told = [f"{index}{layout(param)}" for index, param in enumerate(every) if id(param) in watched]
+        self.watched = zlib.crc32(" ".join(told).encode())
         self._meet = meet
         #: of the group whose buckets these are
         self._number = group.number

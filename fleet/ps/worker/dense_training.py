@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from fleet.averaging.communicators import buffers_to_share
+from fleet.averaging.communicators import buffers_to_share, outline
 from fleet.averaging.reducer import Round, interrupted, one_device
 from fleet.base.turns import Turns
 from fleet.checkpoint.manifest import DENSE
-from fleet.errors import FleetError, NonFiniteGradientError, StateError
+from fleet.errors import FleetError, NonFiniteGradientError, PlanMismatchError, StateError
 from fleet.nn.trainables import ElementTypes
 from fleet.ps.worker.dense_group import Comer, DenseGroup, GroupBrokenError
 from fleet.ps.worker.dense_reducer import LastingReducer, LoneReducer
@@ -208,6 +208,7 @@ class DenseTraining:
                 group, self._described, self._options, source, self._loads, takes=behind[group.rank]
             )
         if self._model is not None:
+            self._refuse_other_buffers(self._model, source)
             buffers = list(self._model.buffers())
             group.broadcast([each.clone() for each in buffers] if in_backward else buffers, source)
         group.rounds, was_there = first.rounds, self._has_values
@@ -215,6 +216,19 @@ class DenseTraining:
             self._steps, self._is_late = first.steps, False
         self._has_values = True
         return behind[group.rank] and was_there
+
+    def _refuse_other_buffers(self, model: torch.nn.Module, source: int) -> None:
+        """Refuse buffers that are not those of the rank ``source``, into which its values cannot go."""
+        own = outline(model.named_buffers())
+        first = told_by(self.group, source, own)
+        if own != first:
+            raise PlanMismatchError(
+                "the model has other buffers than that of another worker",
+                where=f"worker {self._worker}",
+                expected=", ".join(each for each in first if each not in own) or "no more",
+                got=", ".join(each for each in own if each not in first) or "none of these",
+                todo="Build the same model on every worker.",
+            )
 
     def _read_record(self, *, begins: bool) -> None:
         self.group.following(lambda: self._take_record(begins))
