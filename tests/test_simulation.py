@@ -480,12 +480,12 @@ ON_PURPOSE = {
     "a worker that starts again goes on after a step that the others are yet to take": Scenario(
         768363,
         Setting("ssp", 3, 1, 5, dense=ALL_REDUCE),
-        (Fault(33, LOST), Fault(60, LOST), Fault(97, KILL, "worker1", 0.06), Fault(100, KILL, "worker0", 0.02)),
+        (Fault(36, LOST), Fault(66, LOST), Fault(109, KILL, "worker1", 0.06), Fault(112, KILL, "worker0", 0.02)),
     ),
     "a worker that has missed the end of its step keeps the values that it has": Scenario(
         511,
         Setting("sync", 3, 1, 6, "Adam", durable="always", sync_s=0.01, rows_in_memory=16, dense=ALL_REDUCE),
-        (Fault(126, KILL, "worker2", 0.06),),
+        (Fault(137, KILL, "worker2", 0.06),),
     ),
     "workers that wait for an average do not ask whether one of them is lost": Scenario(
         1130,

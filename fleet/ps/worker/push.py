@@ -390,6 +390,8 @@ class Pusher:
         self._clock = clock
         #: when the last step was over; None before the first, which takes long for other reasons
         self._answered_at: float | None = None
+        #: tells the time of day, which travels where rows leave by it
+        self._now = wall_time
         self._narrow = Narrow(wire_dtype)
         self._in_doubt: Push | None = None
         self.drop_residues()
@@ -615,7 +617,7 @@ class Pusher:
         }
         own_s = -1.0 if self._answered_at is None else self._clock.now() - self._answered_at
         goes_by_time = self._places or any(table.goes_by_time for table in specs)
-        now = wall_time() if goes_by_time else 0.0
+        now = self._now() if goes_by_time else 0.0
 
         used = {(server, index) for index, parts in by_table.items() for server in _servers_of(parts)}
         token = gradients.read.token(used) if self._places else 0
