@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from harness import PATIENT, SOON, Job, assert_close, run_job, until, values
-from inside import leave, worker_of
+from inside import leave, tiny_tiers, worker_of
 from patience import PATIENCE_S
 from test_edits import Interrupts
 from test_parity_dense import OPTIMIZERS, TEMPLATE, loss_of, make_model, reference
@@ -331,14 +331,18 @@ def test_a_round_that_ctrl_c_strikes_is_done_over(
     ("name", "workers", "servers"),
     [(name, 1 + place % 3, 1 + place // 3 % 2) for place, name in enumerate(OPTIMIZERS)],
 )
+@pytest.mark.parametrize("mode", ["sync", "async", "half_async", "ssp"])
 @pytest.mark.pairs(9)
-def test_every_optimizer_ends_where_one_process_does(name: str, workers: int, servers: int) -> None:
+def test_every_optimizer_ends_where_one_process_does(mode: str, name: str, workers: int, servers: int) -> None:
+    """In every mode, as it is rows alone that go their own way."""
+    strategy = getattr(StrategyFactory, f"create_{mode}_strategy")(dense="all_reduce")
+
     def body(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
         model = make_model()
         if worker:  # worker 0's values win
             torch.nn.init.constant_(model[0].weight, worker)  # type: ignore[index, arg-type]
         plain = OPTIMIZERS[name](list(model.parameters()))
-        optimizer = fleet_.distributed_optimizer(plain, sync(dense="all_reduce"), model=model)
+        optimizer = fleet_.distributed_optimizer(plain, strategy, model=model)
         fleet_.init_worker()
         for step in range(STEPS):
             optimizer.minimize(loss_of(model, step, worker))
@@ -354,6 +358,72 @@ def test_every_optimizer_ends_where_one_process_does(name: str, workers: int, se
 @pytest.mark.parametrize(("workers", "servers"), [(1, 1), (2, 2), (3, 1), (3, 2)])
 def test_rows_and_layers_end_where_servers_alone_end(net: Net, workers: int, servers: int) -> None:
     check(*hybrid_and_servers(net, lambda m: torch.optim.Adam(m.parameters(), 0.05), workers, servers, each_step))
+
+
+class Tables(torch.nn.Module):
+    """A layer over tables of which two are asked together, and rows of one come and leave."""
+
+    def __init__(self, **life: Any) -> None:
+        super().__init__()
+        self.group = fleet.nn.EmbeddingGroup({"user": (None, 4, life), "item": (None, 4)})
+        self.bag = fleet.nn.EmbeddingBag(None, 4)
+        self.dense = torch.nn.Linear(4, 1)
+
+    @staticmethod
+    def batch(step: int, worker: int) -> torch.Tensor:
+        return torch.randint(0, 40, (8, 2), generator=torch.Generator().manual_seed(step * 10 + worker))
+
+    def lookup(self, ids: torch.Tensor) -> dict[torch.nn.Module, Any]:
+        return {self.group: {"user": ids[:, 0], "item": ids[:, 1]}, self.bag: ids}
+
+    def loss(self, ids: torch.Tensor) -> torch.Tensor:
+        found = self.group({"user": ids[:, 0], "item": ids[:, 1]})
+        loss: torch.Tensor = (self.dense(found["user"] + found["item"] + self.bag(ids)) - 1).square().mean()
+        return loss
+
+
+LIVES: dict[str, dict[str, Any]] = {
+    "stay": {},
+    "are admitted": {"admit": fleet.nn.CountFilter(2)},
+    "leave": {"evict": [fleet.nn.Unused(steps=2), fleet.nn.MaxRows(9)]},
+}
+
+
+@pytest.mark.parametrize("memory", ["all rows in memory", "some rows in files"])
+@pytest.mark.parametrize("ahead", ["asked for in forwards", "asked for ahead"])
+@pytest.mark.parametrize("rows", LIVES)
+@pytest.mark.pairs(3)
+def test_all_that_rows_have_goes_with_it(
+    rows: str, ahead: str, memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environ = {**PATIENT, "FLEET_EVICT_EVERY": "2"}
+    if memory == "some rows in files":
+        tiny_tiers(monkeypatch)
+        environ |= {"FLEET_TABLE_MEMORY_MB": "1", "FLEET_TABLE_DIR": str(tmp_path)}
+    in_files = list[Path]()
+
+    def body(dense: str) -> Callable[[Fleet, int], dict[str, torch.Tensor]]:
+        def run(fleet_: Fleet, worker: int) -> dict[str, torch.Tensor]:
+            torch.manual_seed(5)
+            model = Tables(**LIVES[rows])
+            plain = torch.optim.Adagrad(model.parameters(), 0.1, initial_accumulator_value=0.1)
+            optimizer = fleet_.distributed_optimizer(plain, sync(dense=dense), model=model)
+            fleet_.init_worker()
+            batches: Any = [model.batch(step, worker) for step in range(STEPS)]
+            for ids in fleet_.prefetch(batches, model.lookup) if ahead == "asked for ahead" else batches:
+                optimizer.minimize(model.loss(ids))
+            fleet_.barrier_worker()
+            in_files.extend(tmp_path.rglob("*.rows"))
+            return fleet_.state_dict(model)
+
+        return run
+
+    hybrid, servers = (run_job(body(each), 2, 2, environ=environ) for each in ("all_reduce", "servers"))
+    assert bool(in_files) is (memory == "some rows in files")
+    assert len(servers[0]["group.user.ids"]) < 30 or rows == "stay"
+    for name, value in servers[0].items():
+        torch.testing.assert_close(hybrid[0][name], value, rtol=0, atol=1e-6)
+        assert torch.equal(hybrid[0][name], hybrid[1][name]), name
 
 
 def test_two_runs_are_alike(net: Net) -> None:
