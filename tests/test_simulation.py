@@ -384,6 +384,21 @@ def test_workers_average(mode: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.pairs(1)
+@pytest.mark.parametrize("whom", ["worker0", "worker1", "server1"])
+@pytest.mark.parametrize("moment", range(120, 172))
+def test_one_is_killed_at_every_moment_of_a_step_in_which_workers_average(
+    moment: int, whom: str, tmp_path: Path
+) -> None:
+    """In the mode whose turn it is; it starts again."""
+    mode = AVERAGING[(moment + int(whom[-1])) % len(AVERAGING)]
+    setting = Setting(mode, workers=3, servers=2, steps=4, durable="always", dense=ALL_REDUCE)
+    outcome = run(Scenario(1, setting, (Fault(moment, KILL, whom, 0.1),)), tmp_path / "job")
+    assert outcome.kills.total() == 1
+    wrong = broken(outcome)
+    assert not wrong, wrong
+
+
+@pytest.mark.pairs(1)
 @pytest.mark.parametrize("mode", ELASTIC)
 def test_workers_join_and_leave(mode: str, tmp_path: Path) -> None:
     """They begin when they are to, train, and are gone when the others are not."""
@@ -612,6 +627,24 @@ def test_a_step_that_counts_twice_is_seen(tmp_path: Path) -> None:
     assert any("step 2 of worker 1" in each for each in broken(outcome))
     outcome.told.ends[1]["head.bias"] += 1
     assert any("end with other values of head.bias" in each for each in broken(outcome))
+
+
+def test_servers_that_hold_too_much_or_disagree_on_who_is_there_are_seen(tmp_path: Path) -> None:
+    outcome = run(Scenario(1, Setting(workers=2, servers=2, steps=3)), tmp_path / "job")
+    assert not broken(outcome)
+    assert 2 <= outcome.most_held["server0"] <= 8
+    assert outcome.told.members == {f"server{each}": {0: "left", 1: "left"} for each in range(2)}
+    outcome.told.members["server1"][1] = "lost"
+    assert broken(outcome) == [
+        "server0 and server1 differ on how workers have left: {0: 'left', 1: 'left'}, {0: 'left', 1: 'lost'}"
+    ]
+    outcome.told.members["server1"][1] = "live"
+    assert "server1 has served to the end, and has workers [1] in the job" in broken(outcome)
+    del outcome.told.members["server1"][1]
+    assert broken(outcome) == ["server0 knows of workers [0, 1] in the end, and server1 of [0]"]
+    outcome.told.members.clear()
+    outcome.most_held["server0"] = 100
+    assert broken(outcome) == ["server0 had 100 requests to answer at a time, of 4 processes"]
 
 
 def test_a_scenario_is_made_shorter() -> None:

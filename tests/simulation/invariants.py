@@ -49,6 +49,8 @@ _SILENCE = (KILL, POWER, BIT, PAUSE, CUT, CUT_IN, CUT_OUT, FULL, LIES)
 #: In these a gradient may come too late, and is dropped.
 _DROPS = ("gba", "auto")
 _FEW_STEPS = 4
+#: A process has no more requests under way at one server, but for those that look ahead, and for what was repeated.
+_UNDER_WAY = 4
 #: End a job whose workers average: where they have begun a step together they cannot go on without one of them, and
 #: what all of them have had is lost with the last.
 _LOST_AMID = ("a worker was lost in the middle of a step", "no worker has the dense parameters any more")
@@ -58,6 +60,8 @@ def broken(outcome: Outcome) -> list[str]:
     """Return a sentence for everything that must not be."""
     return [
         *_always(outcome),
+        *_held(outcome),
+        *_members(outcome),
         *_when_it_ends_well(outcome),
         *_ends_well(outcome),
         *_checkpoints(outcome),
@@ -108,6 +112,32 @@ def _always(outcome: Outcome) -> Iterator[str]:
         bound = _BOUNDS.get(setting.mode)
         if bound is not None and done - slowest > bound + apart and not outcome.scenario.may_fail:
             yield f"worker {worker} went on after {done} steps, and another one had begun {slowest}"
+
+
+def _held(outcome: Outcome) -> Iterator[str]:
+    """What a server holds of requests that wait is bounded, whatever becomes of who has sent them."""
+    setting = outcome.scenario.setting
+    processes = len(setting.names) + outcome.kills.total()
+    bound = processes * (_UNDER_WAY + setting.ahead) + 2 * len(outcome.struck)
+    for name, requests in outcome.most_held.items():
+        if requests > bound:
+            yield f"{name} had {requests} requests to answer at a time, of {processes} processes"
+
+
+def _members(outcome: Outcome) -> Iterator[str]:
+    """Servers that a job has in the end agree on who was in it, and that nobody is any more."""
+    told, setting = outcome.told.members, outcome.scenario.setting
+    stay = {name: stand for name, stand in told.items() if not outcome.scenario.may_be_left(name) and stand}
+    for name, stand in stay.items():
+        there = [worker for worker, standing in stand.items() if standing not in ("left", "lost")]
+        if there:
+            yield f"{name} has served to the end, and has workers {there} in the job"
+    first = min(stay, default="")
+    for name, stand in stay.items():
+        if stand.keys() != stay[first].keys():
+            yield f"{first} knows of workers {sorted(stay[first])} in the end, and {name} of {sorted(stand)}"
+        elif not outcome.kills["worker"] and not setting.moves_at and stand != stay[first]:
+            yield f"{first} and {name} differ on how workers have left: {stay[first]}, {stand}"
 
 
 def _ends_well(outcome: Outcome) -> Iterator[str]:

@@ -25,6 +25,7 @@ from fleet.checkpoint.inspection import WEIGHT, Problem, Rows, parameters, verif
 from fleet.checkpoint.places import place_at
 from fleet.checkpoint.series import complete
 from fleet.errors import CheckpointError, FleetError, TableFileError
+from fleet.ps.server.runtime import ServerRuntime
 from fleet.role_maker import Role, UserDefinedRoleMaker
 from fleet.serving.followed_model import FollowedModel
 from fleet.serving.follower import Follower
@@ -166,6 +167,8 @@ class Told:
     saved: list[tuple[int, torch.Tensor, torch.Tensor]] = field(default_factory=list)
     #: what is wrong with checkpoints that are there
     damaged: list[str] = field(default_factory=list)
+    #: by server, when it has served to the end: how every worker stands
+    members: dict[str, dict[int, str]] = field(default_factory=dict)
     kept: Kept = field(default_factory=Kept)
 
     def slowest(self, workers: int) -> int:
@@ -188,6 +191,8 @@ class Outcome:
     kills: Counter[str]
     lasted_s: float
     turns: int
+    #: by process: the most requests that it has had to answer at a time
+    most_held: Counter[str]
     #: what has come of a job that went on from its checkpoints when this one was over
     again: Outcome | None = None
 
@@ -511,6 +516,7 @@ class Simulation:
     def run(self) -> Outcome:
         with installed(self.scheduler, self.scenario.seed), pytest.MonkeyPatch.context() as patch:
             tiny_journals(patch, self.setting.journal_bytes)
+            self._note_members(patch)
             if self.setting.rows_in_memory:
                 tiny_tiers(patch, self.setting.rows_in_memory, 512)
             for life in self.lives.values():
@@ -539,7 +545,18 @@ class Simulation:
             self.kills,
             lasted_s,
             self.scheduler.turns,
+            self.wires.most_held,
         )
+
+    def _note_members(self, patch: pytest.MonkeyPatch) -> None:
+        serve = ServerRuntime.run
+
+        def noting(server: ServerRuntime) -> None:
+            serve(server)
+            stand = {worker: standing for worker, standing, *_ in server._service._members.glance(0.0)}
+            self.told.members[self.scheduler.current.process.name] = stand
+
+        patch.setattr(ServerRuntime, "run", noting)
 
     def _look_at_checkpoints(self) -> None:
         root, verified = place_at(self._storage), set[str]()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError, InvalidStateError
 from concurrent.futures import TimeoutError as NotYet
@@ -86,6 +86,8 @@ class Wires:
         #: pairs of (sender, receiver) between which nothing passes, and what waits there
         self._cuts: dict[tuple[str, str], list[tuple[float, Callable[[], None], Callable[[], None]]]] = {}
         self._numbers = itertools.count()
+        #: by process: the most requests that it has had to answer at a time
+        self.most_held: Counter[str] = Counter()
 
     def of(self, process: Process) -> ProcessNetwork:
         return ProcessNetwork(self, process)
@@ -145,6 +147,10 @@ class Wires:
 
     def note(self, sender: str, receiver: str, what: str, fate: str = "") -> None:
         self.messages.append(Message(self._scheduler.now, sender, receiver, what, fate))
+
+    def hold(self, name: str, requests: int) -> None:
+        """Note that a process has so many requests to answer, of which most wait for something."""
+        self.most_held[name] = max(self.most_held[name], requests)
 
     def number(self) -> int:
         return next(self._numbers)
@@ -206,6 +212,7 @@ class Listener:
             call.break_later(f"nobody listens at {self.endpoint}", self.process.name)
             return
         self._calls[call] = None
+        self._wires.hold(self.process.name, len(self._calls))
         self._requests.append((call, pieces))
         if self._idle:
             self._idle -= 1
