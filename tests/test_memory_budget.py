@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+import resource
 import subprocess
 import sys
 import threading
@@ -13,19 +15,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_processes
 import torch
 from dying import ENVIRON, DyingJob, every
 from harness import PATIENT, SOON, Job, assert_same, run_job
 from inside import flush, take_fresh, tiny_tiers
+from test_processes import Processes, Started, ended
 
 import fleet.nn
 from fleet import Fleet
+from fleet.base.settings import ProcessSettings
 from fleet.base.unknown_variables import remarks
 from fleet.errors import ConfigurationError, DeadlineError, TableFileError
 from fleet.ps.server.deferring_lock import DeferringLock
 from fleet.ps.table import row_file
 from fleet.ps.table.row_file import Reading
+from fleet.ps.wire.real_network import real_network
 from fleet.strategy.parameter_server import StrategyFactory
+
+processes = test_processes.processes  # the fixture
 
 ROWS, DIM = 120, 4
 
@@ -133,12 +141,13 @@ def test_two_workers_and_two_servers(tmp_path: Path) -> None:
         assert_same(result, unbounded("adam", "sync", 2, 2))
 
 
-@pytest.mark.parametrize("strategy", ["sync", "geo"])
-@pytest.mark.pairs(1)
-def test_servers_that_are_killed(tmp_path: Path, strategy: str) -> None:
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.pairs(2)
+def test_servers_that_are_killed(tmp_path: Path, strategy: str, optimizer: str) -> None:
     workers = 2 if strategy == "sync" else 1
     job = DyingJob(
-        trains("adam" if strategy == "sync" else "adagrad", strategy),
+        trains(optimizer, strategy),
         tmp_path / "durable",
         plan=every(5, 2),
         workers=workers,
@@ -146,7 +155,7 @@ def test_servers_that_are_killed(tmp_path: Path, strategy: str) -> None:
     )
     got = job.run()[0]
     assert job.kills
-    assert_same(got, unbounded("adam" if strategy == "sync" else "adagrad", strategy, workers, 2))
+    assert_same(got, unbounded(optimizer, strategy, workers, 2))
     assert not list((tmp_path / "rows").iterdir())
 
 
@@ -438,6 +447,64 @@ fill(int(sys.argv[1])) if int(sys.argv[1]) else None
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 stores.close()
 """
+
+
+BUDGET_MIB = 64
+#: What rows may take of a server beyond what it takes without any, in bytes; and pieces on their way to a checkpoint.
+ALLOWED, SAVING = BUDGET_MIB * 1178 << 10, 64 << 20
+
+
+def taken(server: Started, what: str) -> int:
+    (kib,) = re.findall(rf"{what}:\s+(\d+) kB", Path(f"/proc/{server.pid}/status").read_text())
+    return int(kib) << 10
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="says what memory a process takes, and is limited in it, elsewhere")
+def test_a_server_with_little_memory_serves_a_table_that_is_larger(
+    processes: Processes, free_endpoints: Callable[[int], list[str]], tmp_path: Path
+) -> None:
+    """A process of its own, which the system gives no more than its bound, trains, looks up and saves more rows than
+    that has room for."""
+    (endpoint,) = free_endpoints(1)
+    bound = {"FLEET_TABLE_MEMORY_MB": str(BUDGET_MIB), "FLEET_TABLE_DIR": str(tmp_path / "rows")}
+    server = processes.python("-m", "fleet", "server", "--endpoint", endpoint, cwd=tmp_path, **bound)
+    most = list[int]()
+
+    def body(made: Fleet, _: int) -> None:
+        table = fleet.nn.Embedding(None, 16, initializer="zeros")
+        optimizer = made.distributed_optimizer(torch.optim.Adagrad(table.parameters(), lr=1.0), model=table)
+        made.init_worker()
+
+        def train(rows: range) -> None:
+            for start in rows:
+                ids = torch.arange(start, min(start + rows.step, rows.stop))
+                optimizer.minimize((table(ids) * -ids[:, None].sign()).sum())
+
+        train(range(1, 40_000, 4096))  # what is compiled and begun with the first rows is there without many as well
+        made.save_persistables(tmp_path / "few")
+        most.append(taken(server, "VmHWM"))
+        allowed = taken(server, "VmData") + ALLOWED
+        resource.prlimit(server.pid, resource.RLIMIT_DATA, (allowed, allowed + SAVING))
+        train(range(40_000, 1_500_000, 16_384))
+        most.append(taken(server, "VmHWM"))
+        resource.prlimit(server.pid, resource.RLIMIT_DATA, (allowed + SAVING, allowed + SAVING))
+        made.save_persistables(tmp_path / "many")
+        with torch.no_grad():
+            found = table(torch.randint(1, 1_500_000, (20_000,), generator=torch.Generator().manual_seed(1)))
+        assert bool((found == 1).all())
+        (told,) = made.summary()["tables"].values()
+        assert told["rows"] == 1_499_999
+        assert told["on_disk"] > told["rows"] / 2
+        most.append(taken(server, "VmHWM"))
+
+    job = Job(body, network=real_network(ProcessSettings.read({})), endpoints=[endpoint])
+    job.work(0)
+    assert not job.errors, job.errors
+    assert most[1] - most[0] < ALLOWED
+    assert most[2] - most[0] < ALLOWED + SAVING
+    status, _, err = ended(server)
+    assert status == 0, err
 
 
 def test_a_directory_that_cannot_be_used(tmp_path: Path) -> None:
