@@ -443,14 +443,22 @@ def curves(options: argparse.Namespace, known: Recorded) -> list[dict[str, Any]]
     return found
 
 
+#: By picture: what it shows, its axis, and what is drawn of a job.
+PICTURES: dict[str, tuple[str, str, Callable[[Any], float]]] = {
+    "rates": ("Steps of all workers together, simulated", "steps a second", lambda seen: seen.steps_a_second),
+    "memory": ("What a server holds for a round, simulated", "MB", lambda seen: seen.held_bytes / 1e6),
+    "link": ("What the busiest link carries in a round, simulated", "MB", lambda seen: seen.link_bytes / 1e6),
+}
+
+
 def draw(folder: Path, found: Sequence[Mapping[str, Any]]) -> None:
-    lines: dict[str, list[Point]] = {}
-    for each in found:
-        at, seen = each["setting"], each["seen"]
-        if not at.stragglers:
-            lines.setdefault(f"{at.mode}, {at.servers} servers", []).append((at.workers, seen.steps_a_second, 0.0))
-    title = "Steps of all workers together, simulated"
-    draw_lines(folder / "crowd.png", lines, title=title, x="workers", y="steps a second", logarithmic="xy")
+    for name, (title, y, figure) in PICTURES.items():
+        lines: dict[str, list[Point]] = {}
+        for each in found:
+            at, drawn = each["setting"], figure(each["seen"])
+            if not at.stragglers and drawn > 0:
+                lines.setdefault(f"{at.mode}, {at.servers} servers", []).append((at.workers, drawn, 0.0))
+        draw_lines(folder / f"crowd-{name}.svg", lines, title=title, x="workers", y=y, logarithmic="xy")
 
 
 # ---------------------------------------------------------------- restarts
