@@ -332,6 +332,11 @@ FOUND = {
             Fault(361, TWICE),
         ),
     ),
+    # of which it was wrong what the simulation said
+    "a worker that comes late to a job that goes on": Scenario(
+        6000026,
+        Setting("ssp", 2, 3, 26, "Adam", "interval", 10000, 0.1, checkpoint_every=2, goes_on=True),
+    ),
 }
 
 

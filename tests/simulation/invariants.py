@@ -107,10 +107,11 @@ def _always(outcome: Outcome) -> Iterator[str]:
         yield f"it has lasted for {outcome.lasted_s:.0f} s, and what befell it was over after {over_s:.0f} s"
     # Workers of a job that goes on are as far apart as its checkpoint has them, and the values have all of their steps.
     first = dict(reversed([(worker, begin) for worker, begin, _ in outcome.told.begins]))
-    apart = max(first.values(), default=0) - min(first.values(), default=0)
+    least = min(first.values(), default=0)  # also of one that has not come yet
+    apart = max(first.values(), default=0) - least
     for worker, done, slowest in outcome.told.went_on:
         bound = _BOUNDS.get(setting.mode)
-        if bound is not None and done - slowest > bound + apart and not outcome.scenario.may_fail:
+        if bound is not None and done - max(slowest, least) > bound + apart and not outcome.scenario.may_fail:
             yield f"worker {worker} went on after {done} steps, and another one had begun {slowest}"
 
 
