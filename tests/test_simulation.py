@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from simulation import on_purpose
 from simulation.invariants import broken
-from simulation.job import run
+from simulation.job import Simulation, run
 from simulation.scenario import (
     ALL_REDUCE,
     AVERAGING,
@@ -412,6 +412,34 @@ def test_workers_join_and_leave(mode: str, tmp_path: Path) -> None:
     assert not broken(outcome)
     assert outcome.told.ends.keys() == {0, 1}
     assert outcome.told.done == {(worker, step) for worker in range(4) for step in range(6)}
+
+
+@pytest.mark.pairs(1)
+@pytest.mark.parametrize("kind", [LOST, UNANSWERED, TWICE, "worker2", "server1"])
+@pytest.mark.parametrize("nth", range(4))
+@pytest.mark.parametrize("mode", ELASTIC)
+def test_whatever_befalls_the_goodbye_of_one_that_leaves(
+    mode: str, nth: int, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a server, before its answer or after it; or who has said it is killed, or one to whom it was said."""
+    setting = Setting(mode, 2, 2, 4, durable="always", joins=1, joins_at=1)
+    byes, moment = list[int](), Simulation._moment
+
+    def noting(job: Simulation, what: str = "") -> str:
+        if what.startswith("bye") and not job.told.ends:
+            byes.append(job._moments + 1)
+        return moment(job, what)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Simulation, "_moment", noting)
+        assert not broken(run(Scenario(1, setting), tmp_path / "job"))
+    assert len(byes) >= 4
+    is_of_messages = kind in (LOST, UNANSWERED, TWICE)
+    fault = Fault(byes[nth], kind) if is_of_messages else Fault(byes[nth], KILL, kind, 0.1)
+    outcome = run(Scenario(1, setting, (fault,)), tmp_path / "job")
+    assert [each for _, each in outcome.struck] == [fault]
+    wrong = broken(outcome)
+    assert not wrong, wrong
 
 
 @pytest.mark.pairs(2)

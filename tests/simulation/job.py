@@ -469,12 +469,13 @@ class Simulation:
     # ---------------------------------------------------------------- what befalls it
 
     def _moment(self, what: str = "") -> str:
-        """Let happen what is due at this moment; return what becomes of the message, if it is one. A goodbye is spared:
-        the last of them ends its server, and a worker that does not hear that waits until its deadline. So is all
-        that comes after the last worker's first one."""
-        if what.startswith("bye"):
+        """Let happen what is due at this moment; return what becomes of the message, if it is one. Goodbyes of a job
+        that ends are spared: the last of them ends its server, and a worker that does not hear that waits until its
+        deadline. So is all that comes after the last worker's first one."""
+        is_a_last_one = what.startswith("bye") and bool(self.told.ends)
+        if is_a_last_one:
             self._is_ending = len(self.told.ends) == self.setting.workers
-        if self._is_ending or what.startswith("bye"):
+        if self._is_ending or is_a_last_one:
             return ""
         self._moments += 1
         fault = self._faults.pop(self._moments, None)
