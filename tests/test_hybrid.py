@@ -402,10 +402,15 @@ def test_all_that_rows_have_goes_with_it(
         environ |= {"FLEET_TABLE_MEMORY_MB": "1", "FLEET_TABLE_DIR": str(tmp_path)}
     in_files = list[Path]()
 
+    def made() -> Tables:  # here, as threads would draw from one seed by turns
+        torch.manual_seed(5)
+        return Tables(**LIVES[rows])
+
+    models = {dense: [made(), made()] for dense in ("all_reduce", "servers")}
+
     def body(dense: str) -> Callable[[Fleet, int], dict[str, torch.Tensor]]:
         def run(fleet_: Fleet, worker: int) -> dict[str, torch.Tensor]:
-            torch.manual_seed(5)
-            model = Tables(**LIVES[rows])
+            model = models[dense][worker]
             plain = torch.optim.Adagrad(model.parameters(), 0.1, initial_accumulator_value=0.1)
             optimizer = fleet_.distributed_optimizer(plain, sync(dense=dense), model=model)
             fleet_.init_worker()
@@ -418,7 +423,7 @@ def test_all_that_rows_have_goes_with_it(
 
         return run
 
-    hybrid, servers = (run_job(body(each), 2, 2, environ=environ) for each in ("all_reduce", "servers"))
+    hybrid, servers = (run_job(body(each), 2, 2, environ=environ) for each in models)
     assert bool(in_files) is (memory == "some rows in files")
     assert len(servers[0]["group.user.ids"]) < 30 or rows == "stay"
     for name, value in servers[0].items():
