@@ -1474,6 +1474,41 @@ def test_a_round_that_breaks_is_done_over(net: Net, monkeypatch: pytest.MonkeyPa
     check(got, expected)
 
 
+@pytest.mark.parametrize("gaps", [False, True], ids=["channels last", "with gaps"])
+@pytest.mark.pairs(1)
+def test_a_round_that_breaks_averages_by_numbers(monkeypatch: pytest.MonkeyPatch, gaps: bool) -> None:
+    """Gradients lie in buckets as their parameters do, of which none are by places alone."""
+    finish, broken = DenseGroup.finish, set[int]()
+    torch.manual_seed(5)
+    begins = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 2), torch.nn.Flatten(), torch.nn.Linear(16, 1))
+    if gaps:
+        begins[2].weight = torch.nn.Parameter(torch.randn(4, 64)[:1, ::4])
+    begins = begins.to(memory_format=torch.channels_last)
+
+    def breaking(self: Any, work: Any, device: torch.device) -> None:
+        finish(self, work, device)
+        if self.number == 1 and self.rounds == 3 and self._worker not in broken:
+            broken.add(self._worker)
+            raise self.broken_by(RuntimeError("a connection broke"))
+
+    def body(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
+        model = copy.deepcopy(begins)
+        plain = torch.optim.SGD(model.parameters(), 0.05)
+        optimizer = fleet_.distributed_optimizer(plain, sync(dense="all_reduce"), model=model)
+        fleet_.init_worker()
+        for step in range(STEPS):
+            images = torch.rand(2, 3, 3, 3, generator=torch.Generator().manual_seed(10 * step + worker))
+            optimizer.minimize(model(images).square().mean())
+        fleet_.barrier_worker()
+        return values(model)
+
+    expected = run_job(body, 2)
+    monkeypatch.setattr(DenseGroup, "finish", breaking)
+    got = run_job(body, 2, environ=SOON)
+    assert broken == {0, 1}
+    check(got, expected)
+
+
 def test_a_worker_that_dies_before_it_clips(net: Net) -> None:
     """The others clip by what they push without it."""
 

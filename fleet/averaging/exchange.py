@@ -19,6 +19,20 @@ from fleet.nn.trainables import Member
 Finish = Callable[[], torch.Tensor]
 
 
+def gradients_in(bucket: GradBucket) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the parameters of a bucket, each with its gradient there, by its numbers: what torch itself gives out is
+    in the order of memory."""
+    return [
+        (param, gradient.as_strided(param.shape, param.stride()) if _keeps_its_layout(param) else gradient)
+        for param, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)
+    ]
+
+
+def _keeps_its_layout(param: torch.Tensor) -> bool:
+    """Say whether a gradient lies in its bucket as the parameter does, as one without gaps does."""
+    return not param.is_contiguous() and torch.empty_like(param, device="meta").stride() == param.stride()
+
+
 class Exchange(Protocol):
     #: What this worker has handed to the communicators so far.
     sent_bytes: int

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
 from fleet.averaging.communicators import layout
-from fleet.averaging.exchange import Averaging, Finish, Flat
+from fleet.averaging.exchange import Averaging, Finish, Flat, gradients_in
 from fleet.averaging.reducer import Reducer, Round
 from fleet.base.turns import Turns
 from fleet.nn.trainables import ElementTypes
@@ -190,9 +190,7 @@ class LastingReducer(Reducer):
         """Do a round over that had begun in buckets. What these are to have is written where their gradients are."""
         own: dict[int, torch.Tensor] = {}
         for _, bucket, _ in self._pending:
-            own |= {
-                id(param): gradient for param, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)
-            }
+            own |= {id(param): gradient for param, gradient in gradients_in(bucket)}
         self._is_plain = True
         if self._lasting.is_leaving:
             raise GroupBrokenError("the group broke in this worker's last round")
