@@ -37,10 +37,18 @@ class Exchange(Protocol):
     #: What this worker has handed to the communicators so far.
     sent_bytes: int
 
+    def prepare(self) -> None:
+        """Look at gradients before a backward adds to them that is a round."""
+        ...
+
     def begin(self, bucket: GradBucket) -> Finish: ...
 
     def adopt(self, members: Sequence[Member]) -> None:
         """Train these parameters from now on, in other buckets than before."""
+        ...
+
+    def begin_anew(self, step: int) -> None:
+        """Forget what was held back, as the values of another time are loaded, after so many steps."""
         ...
 
 
@@ -79,6 +87,12 @@ class Averaging:
 
     def adopt(self, members: Sequence[Member]) -> None:
         """Do nothing: all parameters are treated alike."""
+
+    def begin_anew(self, step: int) -> None:
+        """Do nothing: nothing is held back."""
+
+    def prepare(self) -> None:
+        """Do nothing: what has been averaged may be averaged again."""
 
     def begin(self, bucket: GradBucket) -> Finish:
         whole = bucket.buffer()

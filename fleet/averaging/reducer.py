@@ -195,6 +195,7 @@ class Reducer:
     @uncompiled
     def _open(self) -> None:
         self._types.check()
+        self._exchange.prepare()
         self._enter_round()
         self._seen.clear()
         self._pending.clear()

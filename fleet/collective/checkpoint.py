@@ -218,5 +218,4 @@ def _fill(worker: CollectiveWorker, found: dict[str, Any], values: list[torch.Te
     buffers = {} if worker.model is None else dict(worker.model.named_buffers())
     for name in found["buffers"]:
         buffers[name].copy_(values.pop())
-    worker.steps = found["step"]
-    worker.brought = found["states"]
+    worker.go_on_from(found["step"], found["states"])

@@ -8,18 +8,22 @@ not sent yet. In a step, with momentum ``m`` and gradient ``g`` (weight decay in
 
 The largest ``k`` elements of ``v`` are sent, and cleared in ``v`` and ``u``. Since momentum is in what is sent, the
 update is plain: ``p -= lr * mean``. Parameters of fewer than 16,384 elements are averaged whole.
+
+A step in which no worker has a gradient for a parameter leaves ``u`` and ``v`` as they were. A worker that has stopped
+sends nothing: what it has kept back is lost, as it is for all of them when the job ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
-from fleet.averaging.exchange import Finish
+from fleet.averaging.exchange import Finish, gradients_in
 from fleet.collective.process_group import Group
 from fleet.errors import UnsupportedError
 from fleet.nn.trainables import Member
@@ -57,6 +61,9 @@ class Residual:
     momentum: torch.Tensor
     unsent: torch.Tensor
 
+    def copy(self) -> Residual:
+        return Residual(self.momentum.clone(), self.unsent.clone())
+
     def take(
         self, gradient: torch.Tensor, momentum: float, nesterov: bool, count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,7 +88,15 @@ class DeepCompression:
         self._group = group
         self._options = options
         self._residuals: dict[int, Residual] = {}
+        #: of parameters that this worker has no gradient for in a round: what it kept back before
+        self._undecided: dict[int, tuple[Member, Residual]] = {}
+        #: counts rounds, which are the same ones on a worker that has stopped
         self.step = 0
+        #: whether this worker brings something to rounds
+        self.takes_part = True
+        self._sends_whole = False
+        #: whether a part of gradients has been sent since the last update
+        self._has_sent = False
         self.sent_bytes = 0
         self.adopt(members)
 
@@ -90,16 +105,43 @@ class DeepCompression:
             _check(member)
         self._eligible = {id(m.param): m for m in members if m.param.numel() >= LEAST_ELEMENTS}
 
+    def begin_anew(self, step: int) -> None:
+        self._residuals.clear()
+        self._has_sent, self.step = False, step
+
     # ---------------------------------------------------------------- gradients
 
+    @contextmanager
+    def whole(self, wanted: bool) -> Iterator[None]:
+        """Let gradients travel whole, if that is ``wanted``, as those do that have been averaged before."""
+        self._sends_whole = wanted
+        try:
+            yield
+        finally:
+            self._sends_whole = False
+
+    def prepare(self) -> None:
+        if not self._has_sent or self._sends_whole:
+            return
+        for member in self._eligible.values():
+            if member.param.grad is not None and bool(member.param.grad.any()):
+                raise UnsupportedError(
+                    "dgc would compress once more what it has averaged in this step",
+                    where=f"the gradient of {member.name!r}",
+                    expected="one backward a step that is averaged",
+                    got="another one, which adds to it",
+                    todo="Surround all backwards of a step but the last with optimizer.no_sync().",
+                )
+
     def begin(self, bucket: GradBucket) -> Finish:
-        sparsity = sparsity_at(self._options, self.step)
+        sparsity = None if self._sends_whole else sparsity_at(self._options, self.step)
         buffer = bucket.buffer()
-        pairs = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
+        pairs = gradients_in(bucket)
         compressed = [] if sparsity is None else [pair for pair in pairs if id(pair[0]) in self._eligible]
         if not compressed:
             return self._average([buffer], lambda: buffer)
         assert sparsity is not None
+        self._has_sent = True
         chosen = {id(param) for param, _ in compressed}
         whole = [gradient for param, gradient in pairs if id(param) not in chosen]
         wheres, whats = [], []
@@ -116,12 +158,13 @@ class DeepCompression:
 
         def scatter() -> torch.Tensor:
             self._group.finish(gathering, mine.device)
-            for _, gradient in compressed:
-                gradient.zero_()
+            means = [gradient.new_zeros(gradient.numel()) for _, gradient in compressed]
             for row in theirs.view(self._group.size, 2, -1):
                 places, values = row[0].split_with_sizes(counts), row[1].view(torch.float32).split_with_sizes(counts)
-                for (_, gradient), where, what in zip(compressed, places, values, strict=True):
-                    gradient.view(-1).index_add_(0, where, what, alpha=1 / self._group.size)
+                for mean, where, what in zip(means, places, values, strict=True):
+                    mean.index_add_(0, where, what, alpha=1 / self._group.size)
+            for (_, gradient), mean in zip(compressed, means, strict=True):
+                gradient.copy_(mean.view(gradient.shape))
             return buffer
 
         return self._average(whole, scatter)
@@ -139,7 +182,7 @@ class DeepCompression:
             for tensor, mean in zip(
                 tensors, flat.split_with_sizes([tensor.numel() for tensor in tensors]), strict=True
             ):
-                tensor.view(-1).copy_(mean)
+                tensor.copy_(mean.view(tensor.shape))
             return result
 
         return finish
@@ -148,19 +191,31 @@ class DeepCompression:
         self, param: torch.Tensor, gradient: torch.Tensor, sparsity: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         member = self._eligible[id(param)]
-        options = member.options
+        options, count = member.options, kept(gradient.numel(), sparsity)
+        if not self.takes_part:
+            return torch.arange(count, device=gradient.device), gradient.new_zeros(count)
         residual = self._residuals.get(id(param))
         if residual is None:
             # The momentum of the steps before goes on here.
             earlier = member.optimizer.state[member.param].pop("momentum_buffer", None)
             start = torch.zeros_like(gradient) if earlier is None else earlier.reshape(-1).clone()
             residual = self._residuals[id(param)] = Residual(start, torch.zeros_like(gradient))
+        if member.param.grad is None:
+            self._undecided[id(param)] = member, residual.copy()
         if options["weight_decay"]:
             gradient = gradient.add(param.detach().reshape(-1), alpha=options["weight_decay"])
         if self._options.local_grad_clip_norm is not None:
             norm = float(torch.linalg.vector_norm(gradient))
             gradient = gradient * clip_factor(norm, self._options.local_grad_clip_norm, self._group.size)
-        return residual.take(gradient, options["momentum"], options["nesterov"], kept(gradient.numel(), sparsity))
+        return residual.take(gradient, options["momentum"], options["nesterov"], count)
+
+    def end_round(self) -> None:
+        """Give back what was taken of parameters that, as a round has shown, no worker has a gradient for."""
+        for key, (member, before) in self._undecided.items():
+            if member.param.grad is None:
+                self._residuals[key] = before
+        self._undecided.clear()
+        self.step += not self._sends_whole
 
     # ---------------------------------------------------------------- the update
 
@@ -181,7 +236,7 @@ class DeepCompression:
         for member, gradient in zip(mine, gradients, strict=True):
             assert gradient is not None, "chosen so"
             member.param.add_(gradient, alpha=-float(member.options["lr"]))
-        self.step += 1
+        self._has_sent = False
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:

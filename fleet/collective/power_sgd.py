@@ -34,7 +34,9 @@ class LowRank:
                     got=f"{member.param.dtype} {tuple(member.param.shape)}",
                     todo="Leave power_sgd out, or keep it out of the optimizer.",
                 )
-        # What the hook remembers belongs to buckets, so it begins anew when these change.
+        self.begin_anew()  # what the hook remembers belongs to buckets, which change
+
+    def begin_anew(self, step: int = 0) -> None:  # noqa: ARG002, it counts to its start anew
         self.state = powerSGD_hook.PowerSGDState(
             self._group.everyone,
             matrix_approximation_rank=self._options.rank,
@@ -43,6 +45,9 @@ class LowRank:
             use_error_feedback=self._options.use_error_feedback,
             warm_start=self._options.warm_start,
         )
+
+    def prepare(self) -> None:
+        """Do nothing: what has been averaged may be averaged again."""
 
     def begin(self, bucket: GradBucket) -> Finish:
         # Off CUDA the hook goes on from callbacks, on threads of their own: what these send must not come between

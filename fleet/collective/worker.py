@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -178,6 +179,13 @@ class CollectiveWorker:
             self._exchange.adopt(self.members)
         self._arm()
 
+    def go_on_from(self, step: int, brought: dict[str, Any]) -> None:
+        """Note that a checkpoint's values have been loaded, beside which nothing of before counts."""
+        self.steps, self.brought = step, brought
+        self._merged.begin_anew()
+        if self._exchange is not None:
+            self._exchange.begin_anew(step)
+
     def _has_newcomers(self) -> bool:
         return any(id(param) not in self._known and param.requires_grad for param in params_of(self.optimizers))
 
@@ -193,6 +201,8 @@ class CollectiveWorker:
 
     def _after_round(self, done: Round) -> None:
         """Take over the buffers of the first worker that took part, as DistributedDataParallel does with worker 0's."""
+        if self._compression is not None:
+            self._compression.end_round()
         self._last_round = done if done.workers else self._last_round
         self._is_over = not done.workers
         buffers = buffers_to_share(self._buffered)
@@ -212,10 +222,10 @@ class CollectiveWorker:
                 todo="Let the exception end the script, which ends the job for all.",
             )
         self._types.check()
-        late = self._has_newcomers()
+        late, is_again = self._has_newcomers(), self._rounds_seen != self.group.monitor.rounds
         if late:
             self.extend()
-        elif self._reducer is not None and self._rounds_seen == self.group.monitor.rounds:
+        elif self._reducer is not None and not is_again:
             self._reducer.check_watching()  # nothing was averaged since the step before: is that the user's will?
         if not self._pace.updates(self.steps + 1):
             self._merged.add(self._trained)
@@ -224,7 +234,8 @@ class CollectiveWorker:
         if self._pace.merged > 1:
             self._average_merged()
         elif self._reducer is not None and late:
-            self._reduce(taking_part=True)
+            with nullcontext() if self._compression is None else self._compression.whole(is_again):
+                self._reduce(taking_part=True)
         if self._check_finite:
             self._refuse_infinite()
         if self._compression is None:
@@ -313,6 +324,8 @@ class CollectiveWorker:
         self.group.check_there()
         self.group.monitor.leave()
         self._is_over = False
+        if self._compression is not None:
+            self._compression.takes_part = False
         while not self._is_over:
             if self._reducer is not None:
                 self._reduce(taking_part=False)

@@ -1105,6 +1105,141 @@ def dgc_keeps_gradients_though_a_hook_raises(me: Rank) -> None:
     close(*results, 0.0)
 
 
+def with_dgc(
+    me: Rank, model: nn.Module, sparsity: Sequence[float] = (0.9,), momentum: float = 0.9, weight_decay: float = 0.0
+) -> tuple[Any, Any]:
+    inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum, weight_decay=weight_decay)
+    strategy = DistributedStrategy(dgc=DGC(sparsity=tuple(sparsity), rampup_step=2 * len(sparsity)))
+    fleet = me.fleet()
+    return fleet, fleet.distributed_optimizer(inner, strategy, model=model)
+
+
+@check(2)
+def dgc_goes_by_numbers_whatever_the_layout(me: Rank) -> None:
+    results = []
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Conv2d(32, 64, 3), nn.ReLU(), nn.Conv2d(64, 4, 3)).to(memory_format=memory_format)
+        fleet, optimizer = with_dgc(me, model, weight_decay=0.5)
+        fleet.init_worker()
+        for step in range(3):
+            images = torch.randn(2, 32, 6, 6, generator=torch.Generator().manual_seed(10 * step + me.rank))
+            optimizer.minimize(model(images).square().mean())
+        results.append(values(model))
+        alike(me, fleet, values(model))
+        fleet.stop_worker()
+    close(*results, 1e-5)
+
+
+@check(2)
+def dgc_keeps_back_what_nobody_has_a_gradient_for(me: Rank) -> None:
+    """Such a step leaves no trace, though weight decay would: it is skipped, as in torch."""
+    results = []
+    for gaps in (False, True):
+        model = nn.ModuleList([large(), nn.Linear(2, 2)])
+        fleet, optimizer = with_dgc(me, model, weight_decay=0.1)
+        fleet.init_worker()
+        for step in range(3):
+            optimizer.minimize(loss_of(model[0], me.rank, step, 64))
+            if gaps:
+                optimizer.minimize(model[1].weight.sum())
+        results.append(values(model[0]))
+        fleet.stop_worker()
+    close(*results, 0.0)
+
+
+@check(2)
+def dgc_goes_on_alone(me: Rank) -> None:
+    """Without a worker that has stopped, also where the share that is kept back changes after that."""
+    expected, model = large(), large()
+    theirs = torch.optim.SGD(expected.parameters(), lr=0.05, weight_decay=0.5)
+    fleet, optimizer = with_dgc(me, model, (0.0,), momentum=0.0, weight_decay=0.5)  # keeps nothing back
+    fleet.init_worker()
+    for step in range(6):
+        ranks = range(me.size if step < 2 else 1)
+        theirs.zero_grad()
+        for rank in ranks:
+            (loss_of(expected, rank, step, 64) / len(ranks)).backward()
+        theirs.step()
+        if me.rank in ranks:
+            optimizer.minimize(loss_of(model, me.rank, step, 64))
+    fleet.stop_worker()
+    close(list(model.parameters()), list(expected.parameters()), 1e-5)
+    model = large()
+    fleet, optimizer = with_dgc(me, model, (0.5, 0.9, 0.99))
+    fleet.init_worker()
+    for step in range(2 + 6 * me.rank):
+        optimizer.minimize(loss_of(model, 0, step, 64))
+    fleet.stop_worker()
+
+
+@check(2)
+def dgc_sends_once_in_a_step(me: Rank) -> None:
+    """Also where a layer is unfrozen amid it; more backwards than one are refused unless they send nothing."""
+    results = []
+    for late in (False, True):
+        model = large()
+        model[2].bias.requires_grad_(False)
+        fleet, optimizer = with_dgc(me, model, weight_decay=0.1)
+        fleet.init_worker()
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, me.rank, step, 64).backward()
+            if late and step == 1:
+                model[2].bias.requires_grad_(True)
+            optimizer.step()
+            model[2].bias.requires_grad_(False)
+        results.append(values(model))
+        optimizer.zero_grad()
+        with optimizer.no_sync():
+            loss_of(model, me.rank, 3, 64).backward()
+        loss_of(model, me.rank, 4, 64).backward()
+        raises(UnsupportedError, "optimizer.no_sync()", loss_of(model, me.rank, 5, 64).backward)
+        optimizer.zero_grad(set_to_none=late)
+        loss_of(model, me.rank, 6, 64).backward()
+        optimizer.step()
+        alike(me, fleet, values(model))
+        fleet.stop_worker()
+    close(*results, 1e-6)
+
+
+@check(2)
+def a_load_leaves_nothing_of_before(me: Rank) -> None:
+    """What the options hold back of a training belongs to its values."""
+
+    def start(option: dict[str, Any]) -> tuple[Any, Any, nn.Module]:
+        fleet, model = me.fleet(), large()
+        inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        optimizer = fleet.distributed_optimizer(inner, DistributedStrategy(**option), model=model)
+        fleet.init_worker()
+        return fleet, optimizer, model
+
+    for place, option in enumerate(
+        (
+            {"dgc": DGC(rampup_begin_step=2, sparsity=(0.9,))},
+            {"power_sgd": PowerSGD(start_step=2)},
+            {"gradient_merge": GradientMerge(k_steps=2)},
+        )
+    ):
+        saved = str(me.scratch / f"anew{place}")
+        fleet, optimizer, model = start(option)
+        for step in range(7):
+            optimizer.minimize(loss_of(model, me.rank, step, 64))
+            if step == 3:
+                fleet.save_persistables(saved)
+        results = []
+        for again in (False, True):
+            if again:
+                fleet.stop_worker()
+                fleet, optimizer, model = start(option)
+            fleet.load_persistables(saved)
+            for step in range(3):
+                optimizer.minimize(loss_of(model, me.rank, step, 64))
+            results.append(values(model))
+        fleet.stop_worker()
+        close(*results, 0.0)
+
+
 @check(4)
 def hierarchies_and_communicators_change_no_number(me: Rank) -> None:
     results = []
