@@ -682,15 +682,26 @@ class AveragingOptimizer(DistributedOptimizer):
     _step_supports_amp_scaling = True
     grad_scale: torch.Tensor | None
     found_inf: torch.Tensor
+    #: which gradients a step that failed has left without their scale
+    _unscaled: list[tuple[int, int]] | None = None
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         if not hasattr(self, "found_inf"):
             return super()._step(closure)
         # A GradScaler calls; it takes no closure.
-        if self.grad_scale is not None:
+        if self.grad_scale is not None and self._unscaled != self._marks():
             for gradient in self._gradients():
                 gradient.div_(self.grad_scale.to(gradient.device))
-        return self._step_if_finite()
+        try:
+            return self._step_if_finite()
+        except BaseException:  # of a hook of the script's, say, and the step is taken once more
+            self._unscaled = self._marks()
+            del self.grad_scale, self.found_inf  # as the scaler does after a step
+            raise
+
+    def _marks(self) -> list[tuple[int, int]]:
+        """Return what changes where other gradients take the place of these, or something is done to them."""
+        return [(id(grad), at) for grad, at in map(_mark, params_of([self]))]
 
     def _step_if_finite(self) -> None:
         """Take a step whose update is skipped if a gradient is not finite."""

@@ -894,6 +894,28 @@ def test_models_that_differ_between_workers(what: str) -> None:
         assert_close(*run_job(body, 2))
 
 
+@pytest.mark.parametrize("on", [[0, 1], [1]], ids=["all", "one"])
+def test_a_buffer_that_changes_its_shape(on: list[int]) -> None:
+    def body(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
+        model = torch.nn.Linear(4, 1)
+        model.register_buffer("seen", torch.zeros(3))
+        plain = torch.optim.SGD(model.parameters(), 0.05)
+        optimizer = fleet_.distributed_optimizer(plain, sync(dense="all_reduce"), model=model)
+        fleet_.init_worker()
+        for step in range(STEPS):
+            if step == 3 and worker in on:
+                model.seen = torch.full((1,), float(worker))
+            optimizer.minimize(model(torch.ones(2, 4)).square().mean())
+        fleet_.barrier_worker()
+        return values(model)
+
+    if on == [1]:
+        with pytest.raises(AssertionError, match="other buffers than that of another worker"):
+            run_job(body, 2)
+    else:
+        assert_close(*run_job(body, 2), 0)
+
+
 def test_a_gradient_with_a_graph_is_refused(net: Net) -> None:
     def body(fleet_: Fleet, worker: int) -> None:
         model = copy.deepcopy(net.dense).eval()
@@ -1474,16 +1496,17 @@ def test_a_round_that_breaks_is_done_over(net: Net, monkeypatch: pytest.MonkeyPa
     check(got, expected)
 
 
-@pytest.mark.parametrize("gaps", [False, True], ids=["channels last", "with gaps"])
+@pytest.mark.parametrize("converts_at", [None, 0, 3], ids=["before", "in the job", "after steps"])
 @pytest.mark.pairs(1)
-def test_a_round_that_breaks_averages_by_numbers(monkeypatch: pytest.MonkeyPatch, gaps: bool) -> None:
+def test_a_round_that_breaks_averages_by_numbers(monkeypatch: pytest.MonkeyPatch, converts_at: int | None) -> None:
     """Gradients lie in buckets as their parameters do, of which none are by places alone."""
     finish, broken = DenseGroup.finish, set[int]()
     torch.manual_seed(5)
     begins = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 2), torch.nn.Flatten(), torch.nn.Linear(16, 1))
-    if gaps:
-        begins[2].weight = torch.nn.Parameter(torch.randn(4, 64)[:1, ::4])
-    begins = begins.to(memory_format=torch.channels_last)
+    begins[2].weight = torch.nn.Parameter(torch.randn(4, 64)[:1, ::4])  # with gaps
+    if converts_at is None:
+        begins = begins.to(memory_format=torch.channels_last)
+    at: int | None = None
 
     def breaking(self: Any, work: Any, device: torch.device) -> None:
         finish(self, work, device)
@@ -1497,12 +1520,16 @@ def test_a_round_that_breaks_averages_by_numbers(monkeypatch: pytest.MonkeyPatch
         optimizer = fleet_.distributed_optimizer(plain, sync(dense="all_reduce"), model=model)
         fleet_.init_worker()
         for step in range(STEPS):
+            if step == at:
+                model.to(memory_format=torch.channels_last)
             images = torch.rand(2, 3, 3, 3, generator=torch.Generator().manual_seed(10 * step + worker))
             optimizer.minimize(model(images).square().mean())
         fleet_.barrier_worker()
         return values(model)
 
     expected = run_job(body, 2)
+    at = converts_at
+    check(run_job(body, 2), expected)
     monkeypatch.setattr(DenseGroup, "finish", breaking)
     got = run_job(body, 2, environ=SOON)
     assert broken == {0, 1}

@@ -105,6 +105,11 @@ def buffers_to_share(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
     ]
 
 
+def kinds(modules: Iterable[torch.nn.Module]) -> list[tuple[torch.dtype, torch.Size]]:
+    """Return what buffers of modules have to have in common on all workers, to be handed round."""
+    return [(value.dtype, value.shape) for module in modules for value in module.buffers(recurse=False)]
+
+
 def _batches(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Group tensors that can travel as one: of one element type and device, and not too many bytes."""
     made: dict[tuple[torch.dtype, torch.device], list[list[torch.Tensor]]] = {}

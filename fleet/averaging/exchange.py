@@ -6,7 +6,7 @@ backward and hands back the bucket's new content. The buckets come in the same o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -19,26 +19,38 @@ from fleet.nn.trainables import Member
 Finish = Callable[[], torch.Tensor]
 
 
-def gradients_in(bucket: GradBucket) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the parameters of a bucket, each with its gradient there, by its numbers: what torch itself gives out is
-    in the order of memory."""
+#: By the ids of parameters: the strides of those whose gradients do not lie in a bucket row by row.
+Layouts = dict[int, tuple[int, ...]]
+
+
+def layouts(params: Iterable[torch.Tensor]) -> Layouts:
+    """Return how gradients lie in buckets that are made now: as their parameters do, if these have no gaps."""
+    return {
+        id(param): param.stride()
+        for param in params
+        if not param.is_contiguous() and torch.empty_like(param, device="meta").stride() == param.stride()
+    }
+
+
+def gradients_in(
+    bucket: GradBucket, lie: Layouts, content: torch.Tensor | None = None
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the parameters of a bucket, each with its gradient there or in other ``content``, by its numbers: what
+    torch itself gives out is in the order of memory."""
+    params = bucket.parameters()
+    flat = (bucket.buffer() if content is None else content).split_with_sizes([param.numel() for param in params])
     return [
-        (param, gradient.as_strided(param.shape, param.stride()) if _keeps_its_layout(param) else gradient)
-        for param, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)
+        (param, piece.as_strided(param.shape, lie[id(param)]) if id(param) in lie else piece.view(param.shape))
+        for param, piece in zip(params, flat, strict=True)
     ]
-
-
-def _keeps_its_layout(param: torch.Tensor) -> bool:
-    """Say whether a gradient lies in its bucket as the parameter does, as one without gaps does."""
-    return not param.is_contiguous() and torch.empty_like(param, device="meta").stride() == param.stride()
 
 
 class Exchange(Protocol):
     #: What this worker has handed to the communicators so far.
     sent_bytes: int
 
-    def prepare(self) -> None:
-        """Look at gradients before a backward adds to them that is a round."""
+    def prepare(self, lie: Layouts) -> None:
+        """Look at gradients before a backward adds to them that is a round, and note how they will lie in buckets."""
         ...
 
     def begin(self, bucket: GradBucket) -> Finish: ...
@@ -91,7 +103,7 @@ class Averaging:
     def begin_anew(self, step: int) -> None:
         """Do nothing: nothing is held back."""
 
-    def prepare(self) -> None:
+    def prepare(self, lie: Layouts) -> None:
         """Do nothing: what has been averaged may be averaged again."""
 
     def begin(self, bucket: GradBucket) -> Finish:

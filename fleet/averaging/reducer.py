@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import GradBucket, _compute_bucket_assignment_by
 from torch._C._distributed_c10d import Reducer as _Reducer
 
 from fleet.averaging.communicators import Communicators
-from fleet.averaging.exchange import Exchange, Finish
+from fleet.averaging.exchange import Exchange, Finish, gradients_in, layouts
 from fleet.base.interruption import uninterrupted
 from fleet.base.turns import Turns
 from fleet.errors import StateError, UnsupportedError
@@ -111,6 +111,7 @@ class Reducer:
         self._nodes = [_accumulator(param) for param in self._params]
         self._handles = [node.register_prehook(partial(self._arrive, index)) for index, node in enumerate(self._nodes)]
         self._reducer: Any = _make(travelling, [*names, "census"], group.everyone)
+        self._lie = layouts(self._params)
         _register_comm_hook(self._reducer, None, self._begin_bucket)
 
     @_with_gradients
@@ -195,7 +196,7 @@ class Reducer:
     @uncompiled
     def _open(self) -> None:
         self._types.check()
-        self._exchange.prepare()
+        self._exchange.prepare(self._lie)
         self._enter_round()
         self._seen.clear()
         self._pending.clear()
@@ -206,8 +207,37 @@ class Reducer:
     def _begin_bucket(self, _: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         on_cuda: list[int | str | torch.device] | None = [self._device] if self._device.type == "cuda" else None
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=on_cuda)
+        self._refill(bucket)
         self._pending.append((future, bucket, self._begin(bucket)))
         return future
+
+    @torch.no_grad()
+    def _refill(self, bucket: GradBucket) -> None:
+        """Write into a bucket the gradients that are elsewhere: ``grad.data = …``, which a conversion of the model does
+        too, has parted from it what torch's reducer writes to."""
+        buffer = bucket.buffer()
+        start, stop = buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes
+        if all(each.grad is not None and start <= each.grad.data_ptr() < stop for each in bucket.parameters()):
+            return
+        for param, gradient in gradients_in(bucket, self._lie):
+            if param.grad is None:
+                gradient.zero_()
+            elif not start <= param.grad.data_ptr() < stop:
+                gradient.copy_(param.grad)
+
+    def _as_read(self, bucket: GradBucket, content: torch.Tensor) -> torch.Tensor:
+        """Return a bucket's new content as torch reads it: by how parameters lie now, though a script may have laid
+        them out anew since the bucket was made."""
+        params = bucket.parameters()
+        now, lie = layouts(params), self._lie
+        if all(now.get(id(param)) == lie.get(id(param)) for param in params):
+            return content
+        moved = torch.empty_like(content)
+        for (_, to), (_, gradient) in zip(
+            gradients_in(bucket, now, moved), gradients_in(bucket, lie, content), strict=True
+        ):
+            to.copy_(gradient)
+        return moved
 
     def _begin(self, bucket: GradBucket) -> Finish:
         return self._exchange.begin(bucket)
@@ -234,8 +264,8 @@ class Reducer:
         results = [finish() for *_, finish in self._pending]
         if counting is not None:
             self._group.finish(counting, self._census.device)
-        for (future, *_), result in zip(self._pending, results, strict=True):
-            future.set_result(result)
+        for (future, bucket, _), result in zip(self._pending, results, strict=True):
+            future.set_result(self._as_read(bucket, result))
 
     def _mark(self) -> None:
         """Fill in the census. The usual case, everything there, is a copy: it must cost nothing in a small model."""
@@ -259,7 +289,9 @@ class Reducer:
         stop = first + len(self._asked)
         if self._taking_part:
             census[first:stop] = torch.tensor([float(ask()) for ask in self._asked], device="cpu")
-        census[stop + self._group.rank * words :][:words] = torch.tensor(self._says(), dtype=census.dtype, device="cpu")
+        if words:
+            said = torch.tensor(self._says(), dtype=census.dtype, device="cpu")
+            census[stop + self._group.rank * words :][:words] = said
 
     @torch.no_grad()
     def _finish(self) -> None:
@@ -269,9 +301,13 @@ class Reducer:
         done = self._read_census(counted, self._group.size if self._device.type == "cpu" else 1, self._params)
         if not self._is_settled:
             # Buckets in the order in which gradients came on worker 0; the census, which came last, in the last one.
-            self._group.at_once(self._reducer._rebuild_buckets)
+            self._group.at_once(self._rebuild_buckets)
             self._is_settled = True
         self._end_round(done)
+
+    def _rebuild_buckets(self) -> None:
+        if self._reducer._rebuild_buckets():
+            self._lie = layouts(self._params)  # a script may have laid out its model anew
 
     def _read_census(self, counted: Sequence[float], divided_by: int, of: Sequence[torch.nn.Parameter]) -> Round:
         """Read the census of these parameters, which may have been divided, and correct the gradients where not all was

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
-from fleet.averaging.exchange import Finish, gradients_in
+from fleet.averaging.exchange import Finish, Layouts, gradients_in
 from fleet.collective.process_group import Group
 from fleet.errors import UnsupportedError
 from fleet.nn.trainables import Member
@@ -94,6 +94,7 @@ class DeepCompression:
         self.step = 0
         #: whether this worker brings something to rounds
         self.takes_part = True
+        self._lie: Layouts = {}
         self._sends_whole = False
         #: whether a part of gradients has been sent since the last update
         self._has_sent = False
@@ -120,7 +121,8 @@ class DeepCompression:
         finally:
             self._sends_whole = False
 
-    def prepare(self) -> None:
+    def prepare(self, lie: Layouts) -> None:
+        self._lie = lie
         if not self._has_sent or self._sends_whole:
             return
         for member in self._eligible.values():
@@ -136,7 +138,7 @@ class DeepCompression:
     def begin(self, bucket: GradBucket) -> Finish:
         sparsity = None if self._sends_whole else sparsity_at(self._options, self.step)
         buffer = bucket.buffer()
-        pairs = gradients_in(bucket)
+        pairs = gradients_in(bucket, self._lie)
         compressed = [] if sparsity is None else [pair for pair in pairs if id(pair[0]) in self._eligible]
         if not compressed:
             return self._average([buffer], lambda: buffer)

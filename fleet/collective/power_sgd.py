@@ -8,7 +8,7 @@ import torch
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-from fleet.averaging.exchange import Finish
+from fleet.averaging.exchange import Finish, Layouts
 from fleet.collective.process_group import Group
 from fleet.errors import UnsupportedError
 from fleet.nn.trainables import Member
@@ -46,7 +46,7 @@ class LowRank:
             warm_start=self._options.warm_start,
         )
 
-    def prepare(self) -> None:
+    def prepare(self, lie: Layouts) -> None:
         """Do nothing: what has been averaged may be averaged again."""
 
     def begin(self, bucket: GradBucket) -> Finish:

@@ -12,10 +12,11 @@ from fleet.collective.process_group import Group
 
 
 @torch.no_grad()
-def average_parameters(group: Group, params: Sequence[torch.nn.Parameter], contribute: bool) -> Round:
-    """Return the mean of the parameters of all workers that contribute, on every worker."""
-    marks = torch.zeros(group.size, device="cpu")
-    marks[group.rank] = float(contribute)
+def average_parameters(group: Group, params: Sequence[torch.nn.Parameter], contribute: bool, asked: bool) -> Round:
+    """Return the mean of the parameters of all workers that contribute, on every worker. The round is marked if any
+    worker says yes to what it is ``asked``."""
+    marks = torch.zeros(group.size + 1, device="cpu")
+    marks[group.rank], marks[-1] = float(contribute), float(asked)
     counting = dist.all_reduce(marks, group=group.control, async_op=True)
     by_dtype: dict[torch.dtype, list[torch.nn.Parameter]] = {}
     for param in params:
@@ -27,7 +28,8 @@ def average_parameters(group: Group, params: Sequence[torch.nn.Parameter], contr
             flat.zero_()
         sums.append((some, flat, dist.all_reduce(flat, async_op=True)))
     group.finish(counting, marks.device)
-    workers = tuple(rank for rank, mark in enumerate(marks.tolist()) if mark)
+    *came, marked = marks.tolist()
+    workers = tuple(rank for rank, mark in enumerate(came) if mark)
     for some, flat, work in sums:
         group.finish(work, flat.device)
         if workers:
@@ -35,7 +37,7 @@ def average_parameters(group: Group, params: Sequence[torch.nn.Parameter], contr
             for param, values in zip(some, mean.split_with_sizes([param.numel() for param in some]), strict=True):
                 param.detach().copy_(values.view(param.shape))
     group.monitor.rounds += 1
-    return Round(workers)
+    return Round(workers, marked=(marked > 0,))
 
 
 class MergedGradients:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fleet.averaging.communicators import buffers_to_share, layout, outline
+from fleet.averaging.communicators import buffers_to_share, kinds, layout, outline
 from fleet.averaging.exchange import Averaging, Exchange, Flat, Route
 from fleet.averaging.reducer import Reducer, Round
 from fleet.base.clock import Clock
@@ -82,6 +82,8 @@ class CollectiveWorker:
         self._is_over = False
         self.members: list[Member] = []
         self._trained: list[torch.nn.Parameter] = []
+        #: of the buffers, as all workers have them
+        self._kinds: list[Any] | None = None
         self._exchange: Exchange | None = None
         self._compression: DeepCompression | None = None
         self._merged = MergedGradients()
@@ -161,9 +163,18 @@ class CollectiveWorker:
         self._types = ElementTypes(self._trained, names, [param.dtype for param in self._trained])
         modules = () if self.model is None else self.model.modules()
         self._buffered = [module for module in modules if any(True for _ in module.buffers(recurse=False))]
+        if self._kinds is None:
+            self._kinds = kinds(self._buffered)
         if self._exchange is not None:
             self._reducer = Reducer(
-                self._trained, names, self._types, self.group, self._exchange, self._after_round, self.turns
+                self._trained,
+                names,
+                self._types,
+                self.group,
+                self._exchange,
+                self._after_round,
+                self.turns,
+                asked=[self._has_other_buffers] if self._buffered else [],
             )
             self._reducer.enabled = self._pace.reduces_in_backward
 
@@ -205,9 +216,16 @@ class CollectiveWorker:
             self._compression.end_round()
         self._last_round = done if done.workers else self._last_round
         self._is_over = not done.workers
+        if any(done.marked):
+            self.group.check_alike("a step", {"buffers": outline(self._beside().items())})
+            self._kinds = kinds(self._buffered)
         buffers = buffers_to_share(self._buffered)
         if buffers and done.workers:
             self.group.broadcast(buffers, done.workers[0])
+
+    def _has_other_buffers(self) -> bool:
+        """Say whether a buffer is of another kind than all workers have it."""
+        return kinds(self._buffered) != self._kinds
 
     # ---------------------------------------------------------------- a step
 
@@ -273,7 +291,7 @@ class CollectiveWorker:
             self._reducer.enabled = before
 
     def _average(self, contribute: bool) -> None:
-        self._after_round(average_parameters(self.group, self._trained, contribute))
+        self._after_round(average_parameters(self.group, self._trained, contribute, self._has_other_buffers()))
         self._unaveraged = False
 
     def _refuse_infinite(self) -> None:

@@ -883,6 +883,62 @@ def autograd_may_be_off_around_calls(me: Rank) -> None:
 
 
 @check(2)
+def a_scaled_step_that_a_hook_ends_is_taken_again(me: Rank) -> None:
+    """By the scaler, or without it: the gradients have lost their scale, once."""
+    results = []
+    for again in (None, "scaler", "plain"):
+        fleet, model = me.fleet(), network()
+        inner = torch.optim.SGD(model.parameters(), lr=0.05)
+        left = [ArithmeticError("no")] if again else []
+
+        def raise_once(*_: Any, left: list[ArithmeticError] = left) -> None:
+            if left:
+                raise left.pop()
+
+        inner.register_step_pre_hook(raise_once)
+        optimizer = fleet.distributed_optimizer(inner, model=model)
+        fleet.init_worker()
+        scaler = torch.amp.GradScaler("cpu", init_scale=1000.0)
+        for step in range(2):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, me.rank, step)).backward()
+            if left:
+                raises(ArithmeticError, "no", functools.partial(scaler.step, optimizer))
+                if again == "plain":
+                    optimizer.step()
+                    continue
+            scaler.step(optimizer)
+            scaler.update()
+        results.append(values(model))
+        fleet.stop_worker()
+    close(results[1], results[0])
+    close(results[2], results[0])
+
+
+@check(2)
+def buffers_stay_alike_in_training(me: Rank) -> None:
+    def train(other: dict[str, Any], strategy: Any, on: Sequence[int]) -> None:
+        fleet, model = me.fleet(), nn.Linear(8, 4)
+        model.register_buffer("seen", torch.zeros(3))
+        optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), strategy, model=model)
+        fleet.init_worker()
+        for step in range(3):
+            if step == 1 and me.rank in on:
+                model.seen = torch.full(**other)
+            optimizer.minimize(loss_of(model, me.rank, step))
+        alike(me, fleet, values(model))
+        fleet.stop_worker()
+
+    shorter, wider = ({"size": (1,), "fill_value": 1.0}, {"size": (3,), "fill_value": 1.0, "dtype": torch.float64})
+    for strategy in (DistributedStrategy(), DistributedStrategy(local_sgd=LocalSGD())):
+        train(shorter, strategy, [0, 1])
+        for other, words in ((shorter, "seen torch.float32 (1,)"), (wider, "seen torch.float64 (3,)")):
+            call = functools.partial(train, other, strategy, [1])
+            raises(PlanMismatchError, words, call)
+            abort(me.jobs[-1], "the check is over")
+
+
+@check(2)
 def models_are_alike_in_all_that_travels(me: Rank) -> None:
     def start(model: nn.Module, trained: nn.Module) -> Any:
         fleet = me.fleet()
@@ -1115,20 +1171,29 @@ def with_dgc(
 
 
 @check(2)
-def dgc_goes_by_numbers_whatever_the_layout(me: Rank) -> None:
-    results = []
-    for memory_format in (torch.contiguous_format, torch.channels_last):
-        torch.manual_seed(3)
-        model = nn.Sequential(nn.Conv2d(32, 64, 3), nn.ReLU(), nn.Conv2d(64, 4, 3)).to(memory_format=memory_format)
-        fleet, optimizer = with_dgc(me, model, weight_decay=0.5)
-        fleet.init_worker()
-        for step in range(3):
-            images = torch.randn(2, 32, 6, 6, generator=torch.Generator().manual_seed(10 * step + me.rank))
-            optimizer.minimize(model(images).square().mean())
-        results.append(values(model))
-        alike(me, fleet, values(model))
-        fleet.stop_worker()
-    close(*results, 1e-5)
+def gradients_go_by_numbers_whatever_the_layout(me: Rank) -> None:
+    """Also where a script lays its model out anew in the job, which puts other memory under the gradients too."""
+    for option in ({}, {"bf16_allreduce": True}, {"dgc": DGC(sparsity=(0.9,))}):
+        results = []
+        for converts_at in (None, -1, 0, 2):
+            torch.manual_seed(3)
+            model = nn.Sequential(nn.Conv2d(32, 64, 3), nn.ReLU(), nn.Conv2d(64, 4, 3))
+            if converts_at == -1:
+                model.to(memory_format=torch.channels_last)
+            inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.5)
+            fleet = me.fleet()
+            optimizer = fleet.distributed_optimizer(inner, DistributedStrategy(**option), model=model)
+            fleet.init_worker()
+            for step in range(4):
+                if step == converts_at:
+                    model.to(memory_format=torch.channels_last)
+                images = torch.randn(2, 32, 6, 6, generator=torch.Generator().manual_seed(10 * step + me.rank))
+                optimizer.minimize(model(images).square().mean())
+            results.append(values(model))
+            alike(me, fleet, values(model))
+            fleet.stop_worker()
+        for each in results[1:]:
+            close(each, results[0], 2e-5)
 
 
 @check(2)
@@ -1493,6 +1558,7 @@ def what_cannot_be_honoured_is_refused(me: Rank) -> None:
         loss_of(model, me.rank, 0, 64).backward()
         raises(UnsupportedError, "got SGD with a step() of the script's", optimizer.step)
     scaler = torch.amp.GradScaler("cpu")
+    optimizer.zero_grad()
     scaler.scale(loss_of(model, me.rank, 0, 64)).backward()
     raises(UnsupportedError, "dgc and a GradScaler exclude each other", lambda: scaler.step(optimizer))
     fleet.stop_worker()

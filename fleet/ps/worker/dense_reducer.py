@@ -190,7 +190,7 @@ class LastingReducer(Reducer):
         """Do a round over that had begun in buckets. What these are to have is written where their gradients are."""
         own: dict[int, torch.Tensor] = {}
         for _, bucket, _ in self._pending:
-            own |= {id(param): gradient for param, gradient in gradients_in(bucket)}
+            own |= {id(param): gradient for param, gradient in gradients_in(bucket, self._lie)}
         self._is_plain = True
         if self._lasting.is_leaving:
             raise GroupBrokenError("the group broke in this worker's last round")
@@ -206,7 +206,7 @@ class LastingReducer(Reducer):
                 if average is not None and id(param) in own:
                     own[id(param)].copy_(average.view_as(param))
         for future, bucket, _ in self._pending:
-            future.set_result(bucket.buffer())
+            future.set_result(self._as_read(bucket, bucket.buffer()))
 
     def _gradients(self) -> list[torch.Tensor | None]:
         return [param.grad if self._taking_part else None for param in self._every]

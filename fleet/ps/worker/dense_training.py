@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from fleet.averaging.communicators import buffers_to_share, outline
+from fleet.averaging.communicators import buffers_to_share, kinds, outline
 from fleet.averaging.reducer import Round, interrupted, one_device
 from fleet.base.turns import Turns
 from fleet.checkpoint.manifest import DENSE
@@ -73,6 +73,8 @@ class DenseTraining:
         #: the worker whose values all take over in the step
         self._giver: int | None = None
         self._leading: list[dict[str, Any]] | None = None
+        #: of the buffers, as all workers have them
+        self._kinds: list[Any] | None = None
         self._is_told_of_options = False
         self._is_enabled = True
         #: how many steps the workers have taken together
@@ -127,7 +129,10 @@ class DenseTraining:
         names = [name for _, name in trained]
         types = ElementTypes(watched, names, [param.dtype for param in watched])
         self._weights = [handle.weight for handle in described.handles]
-        asked = [partial(ask, weight) for ask in (has_gradient, is_infinite) for weight in self._weights]
+        if self._kinds is None:
+            self._kinds = kinds(self._buffered)
+        questions = [partial(ask, weight) for ask in (has_gradient, is_infinite) for weight in self._weights]
+        asked: list[Callable[[], bool]] = [*questions, self._has_other_buffers]
         if self.group.size == 1:
             one_device(watched, names)  # as those ask who average
             self._reducer = LoneReducer(types, self.group, self._after_round, self._words, len(asked))
@@ -230,6 +235,18 @@ class DenseTraining:
                 todo="Build the same model on every worker.",
             )
 
+    def _has_other_buffers(self) -> bool:
+        """Say whether a buffer is of another kind than all workers have it."""
+        return kinds(self._buffered) != self._kinds
+
+    def _agree_on_buffers(self, source: int) -> None:
+        """Refuse buffers that have come to differ from those of the rank ``source``."""
+        assert self._model is not None, "it has some"
+        self.group.advance()  # beyond the average, which others may still be heard to wait for
+        with self.group.together("the kinds of buffers"):
+            self._refuse_other_buffers(self._model, source)
+        self._kinds = kinds(self._buffered)
+
     def _read_record(self, *, begins: bool) -> None:
         self.group.following(lambda: self._take_record(begins))
 
@@ -271,7 +288,7 @@ class DenseTraining:
             )
         group.is_over = group.is_over or any(said[0] for said in done.words)
         group.has_buckets = all(said[3] for said in done.words) and len({said[12:] for said in done.words}) == 1
-        self._level_rows(done.marked)
+        self._level_rows(done.marked[:-1])
         replaced = [rank for rank, said in enumerate(done.words) if said[2]]
         have, used = ({done.words[rank][at : at + 4] for rank in done.workers} for at in (4, 8))
         if len(used - {(0,) * 4}) > 1 and not replaced:
@@ -285,6 +302,8 @@ class DenseTraining:
         buffers = buffers_to_share(self._buffered)
         if buffers and done.workers:
             try:
+                if done.marked[-1]:
+                    self._agree_on_buffers(done.workers[0])
                 group.broadcast(buffers, done.workers[0])
             except GroupBrokenError:  # they come with the next group
                 group.tell_broken(self._progress.completed)
