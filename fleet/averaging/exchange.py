@@ -38,10 +38,13 @@ def gradients_in(
     """Return the parameters of a bucket, each with its gradient there or in other ``content``, by its numbers: what
     torch itself gives out is in the order of memory."""
     params = bucket.parameters()
-    flat = (bucket.buffer() if content is None else content).split_with_sizes([param.numel() for param in params])
+    flat = bucket.buffer() if content is None else content
+    if params[0].is_complex() and not flat.is_complex():  # torch sends both parts as real numbers
+        flat = torch.view_as_complex(flat.view(-1, 2))
+    pieces = flat.split_with_sizes([param.numel() for param in params])
     return [
         (param, piece.as_strided(param.shape, lie[id(param)]) if id(param) in lie else piece.view(param.shape))
-        for param, piece in zip(params, flat, strict=True)
+        for param, piece in zip(params, pieces, strict=True)
     ]
 
 
