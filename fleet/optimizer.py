@@ -388,7 +388,8 @@ class StateDicts:
                 f"the state of {type(optimizer).__name__} is on the servers, and cannot become that of another step",
                 expected=f"a state_dict() of step {at}",
                 got=f"one of step {step}",
-                todo=todo,
+                todo="To go back in a job, as after a search for a learning rate, fleet.save_persistables(dirname) "
+                f"before and fleet.load_persistables(dirname) after. {todo}",
             )
 
 

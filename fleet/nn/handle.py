@@ -214,7 +214,8 @@ class TableHandle:
     def __reduce__(self) -> NoReturn:
         raise UnsupportedError(
             f"{self.name} cannot be pickled: its rows live on the servers",
-            todo="Save the job with fleet.save_persistables(dirname), or the model's state_dict().",
+            todo="Pickle copy.deepcopy(model), which holds the values, or save model.state_dict(), or the job with "
+            "fleet.save_persistables(dirname).",
         )
 
     # ---------------------------------------------------------------- all rows

@@ -610,7 +610,7 @@ def _(s: Script) -> Any:
 
 @refused(
     "`optimizer.load_state_dict` of what it gave at another step",
-    "cannot become that of another step",
+    "cannot become that of another step.*fleet.load_persistables",
     optimizers=momentum,
 )
 def _(s: Script) -> None:

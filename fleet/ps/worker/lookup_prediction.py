@@ -136,7 +136,8 @@ class LookupPrediction:
             return _blind, ()
         raise UnsupportedError(
             "a model cannot be pickled while it trains in a job: its tables live on the servers",
-            todo="Save the job with fleet.save_persistables(dirname), or the model's state_dict for its dense part.",
+            todo="Pickle copy.deepcopy(model), which holds the values, or save model.state_dict(), or the job with "
+            "fleet.save_persistables(dirname).",
         )
 
     @property
