@@ -760,6 +760,7 @@ def test_a_copy_can_be_pickled_and_trained_in_a_job_of_its_own(bag: bool) -> Non
         model = make()
         train(fleet_, model, 0.0)
         twin = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+        assert type(twin["torchs"]) is type(make()["torchs"])  # type: ignore[index]
         with pytest.raises(UnsupportedError, match="cannot be pickled while it trains"):
             pickle.dumps(model)
         fleet_.stop_worker()

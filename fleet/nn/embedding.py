@@ -5,6 +5,7 @@ They follow ``torch.nn``; what is different is that rows come into being when th
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, SupportsIndex, cast
@@ -305,7 +306,25 @@ def _bag(
     return pool(found, Bags(offsets, module.mode, per_sample_weights, has_last_offset, padding))
 
 
-class _RemoteEmbedding(_Remote, torch.nn.Embedding):
+class _WentRemote(_Remote):
+    """Is what has the class of torch's, or of a user's, that it had before it went remote, but for what is here."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
+        """Copy the module. A copy that holds its values is of the class that it was: torch's quantization and others go
+        by ``type(module)``, and what is saved of the copy names no class of this package."""
+        kind = type(self)
+        copied: torch.nn.Module = kind.__new__(kind)
+        memo[id(self)] = copied
+        for name, value in list(vars(self).items()):
+            copied.__dict__[name] = copy.deepcopy(value, memo)
+        was = next((each for each, remote in _REMOTE.items() if remote is kind), None)
+        if was is not None and not isinstance(copied.weight, TableWeight):
+            del copied.__dict__["__module__"]  # see make_remote
+            copied.__class__ = was
+        return copied
+
+
+class _RemoteEmbedding(_WentRemote, torch.nn.Embedding):
     """Is a ``torch.nn.Embedding`` that went remote. Until its job is there it works on its own values.
     Scripts may name what they give ``forward`` as torch does."""
 
@@ -317,7 +336,7 @@ class _RemoteEmbedding(_Remote, torch.nn.Embedding):
         return like(input, embedded([asked])[0])
 
 
-class _RemoteEmbeddingBag(_Remote, torch.nn.EmbeddingBag):
+class _RemoteEmbeddingBag(_WentRemote, torch.nn.EmbeddingBag):
     """Is a ``torch.nn.EmbeddingBag`` that went remote."""
 
     def forward(

@@ -91,6 +91,18 @@ def _(s: Script) -> Any:
     return found
 
 
+@as_in_torch("`torch.autograd.gradcheck` over all parameters of a deep copy")
+def _(s: Script) -> Any:
+    model = copy.deepcopy(s.model).double().eval()
+    model.table.sparse = False  # torch's check has dense gradients
+    return torch.autograd.gradcheck(lambda *_: model(IDS), tuple(model.parameters()))
+
+
+@refused("`torch.autograd.gradcheck` over a table's weight", "stride 0", make=lambda sparse: Net(sparse).double())
+def _(s: Script) -> Any:
+    return torch.autograd.gradcheck(lambda weight: weight[:3].square(), (s.weight,))
+
+
 @as_in_torch("`torch.autograd.detect_anomaly()`, `set_detect_anomaly`")
 def _(s: Script) -> None:
     with torch.autograd.detect_anomaly(check_nan=True):

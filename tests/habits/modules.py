@@ -708,7 +708,35 @@ def _(s: Script) -> Any:
     return [table(ALL), weight]
 
 
-@refused("`pickle.dumps(model)`", "cannot be pickled while it trains")
+@as_in_torch("`type(copy.deepcopy(model).table) is nn.Embedding`: a copy has the classes that the model was made of")
+def _(s: Script) -> Any:
+    class Named(nn.Embedding):
+        pass
+
+    made = nn.Sequential(copy.deepcopy(s.model), Named.from_pretrained(torch.ones(ROWS, DIM), freeze=False))
+    copied = copy.deepcopy(made)
+    early = copy.deepcopy(s.model.table)
+    return [type(copied[0].table) is nn.Embedding, type(copied[1]) is Named, type(early) is nn.Embedding]
+
+
+def _quantized(s: Script, inplace: bool) -> Any:
+    from torch.ao.quantization import float_qparams_weight_only_qconfig, quantize_dynamic
+
+    kinds = {nn.Embedding: float_qparams_weight_only_qconfig}
+    return quantize_dynamic(s.model, kinds, inplace=inplace).table(ALL[:6].view(2, 3))
+
+
+@as_in_torch("`torch.ao.quantization.quantize_dynamic(model, {nn.Embedding: …})`, which works on a copy")
+def _(s: Script) -> Any:
+    return _quantized(s, inplace=False)
+
+
+@differs("the same with `inplace=True` in a running job, which goes by `type(table)`: a table stays as it is", after=0)
+def _(s: Script) -> Any:
+    return _quantized(s, inplace=True)
+
+
+@refused("`pickle.dumps(model)`", r"cannot be pickled while it trains.*Pickle copy\.deepcopy\(model\)")
 def _(s: Script) -> Any:
     pickle.dumps(s.model)
 
