@@ -1903,6 +1903,42 @@ def test_sparse_gradients_of_a_modules_own_parameters_are_refused_by_name() -> N
     assert any(isinstance(job.errors[f"worker {each}"], UnsupportedError) for each in range(2))
 
 
+@pytest.mark.parametrize("mode", ["sync", "async", "half_async", "ssp"])
+def test_sparse_gradients_of_a_modules_own_parameters_are_looked_at(mode: str) -> None:
+    """For NaN and infinity, where one worker alone has them."""
+
+    def trained(model: torch.nn.Module, optimizer: Any, factors: list[float]) -> tuple[float, torch.Tensor]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+        for factor in factors:
+            optimizer.zero_grad()
+            found = torch.nn.functional.embedding(torch.tensor([1, 2, 1]), model.get_parameter("rows"), sparse=True)
+            scaler.scale(found.sum() * factor).backward()  # type: ignore[no-untyped-call]
+            scaler.step(optimizer)
+            scaler.update()
+        return scaler.get_scale(), model.get_parameter("rows").detach().clone()
+
+    def made() -> tuple[torch.nn.Module, Any]:
+        model = torch.nn.Module()
+        model.rows = torch.nn.Parameter(torch.ones(4, 2))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def body(fleet_: Fleet, worker: int) -> tuple[float, torch.Tensor]:
+        model, sgd = made()
+        strategy = getattr(StrategyFactory, f"create_{mode}_strategy")(dense="all_reduce", check_finite=True)
+        optimizer = fleet_.distributed_optimizer(sgd, strategy, model=model)
+        fleet_.init_worker()
+        got = trained(model, optimizer, [1.0, torch.inf, 2.0])
+        found = torch.nn.functional.embedding(torch.tensor([3]), model.get_parameter("rows"), sparse=True)
+        with pytest.raises(NonFiniteGradientError, match="the gradient of 'rows' holds NaN or infinity"):
+            optimizer.minimize(found.sum() * torch.nan)
+        return got
+
+    ((scale, rows),) = run_job(body)
+    expected_scale, expected = trained(*made(), [1.0, torch.inf, 2.0])
+    assert scale == expected_scale == 8.0
+    torch.testing.assert_close(rows, expected)
+
+
 def test_the_config_says_it_too() -> None:
     config = DistributeTranspilerConfig()
     with pytest.raises(ConfigurationError, match="dense is unknown"):

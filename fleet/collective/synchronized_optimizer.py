@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fleet.errors import UnsupportedError
+from fleet.numeric.tensors import finite
 from fleet.optimizer import AveragingOptimizer, AveragingStepper
 
 
@@ -37,7 +38,7 @@ class SynchronizedOptimizer(AveragingOptimizer):
     def _update_if_finite(self) -> None:
         """Update unless a gradient is not finite. All workers decide alike, as the gradients are everybody's; in local
         SGD each decides for itself."""
-        if all(bool(torch.isfinite(gradient).all()) for gradient in self._gradients()):
+        if all(bool(finite(gradient)) for gradient in self._gradients()):
             self._update()
 
     def minimize(self, loss: torch.Tensor) -> None:

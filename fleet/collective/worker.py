@@ -30,6 +30,7 @@ from fleet.collective.reductions import StoreReductions
 from fleet.collective.step_options import MergedGradients, average_parameters
 from fleet.errors import ConfigurationError, NonFiniteGradientError, StateError
 from fleet.nn.trainables import ElementTypes, Member, members
+from fleet.numeric.tensors import finite
 from fleet.optimizer import params_of
 from fleet.strategy.collective import DistributedStrategy
 from fleet.strategy.pace import Pace
@@ -296,7 +297,7 @@ class CollectiveWorker:
 
     def _refuse_infinite(self) -> None:
         for member in self.members:
-            if member.param.grad is not None and not bool(torch.isfinite(member.param.grad).all()):
+            if member.param.grad is not None and not bool(finite(member.param.grad)):
                 raise NonFiniteGradientError(
                     f"the gradient of {member.name!r} holds NaN or infinity",
                     where=f"worker {self.assignment.index}, step {self.steps + 1}",

@@ -43,6 +43,13 @@ def kind_of(tensor: torch.Tensor) -> str:
     return f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}"
 
 
+def finite(gradient: torch.Tensor) -> torch.Tensor:
+    """Return, as a tensor of one number, whether all of a gradient is finite: of a sparse one, for which torch has no
+    ``isfinite``, whatever it holds."""
+    held = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return held.isfinite().all()
+
+
 class WireTensor:
     """Holds an array and the name of its element type; ``array`` is contiguous, and its memory is shared, not
     copied."""

@@ -762,6 +762,26 @@ def local_sgd(me: Rank) -> None:
 
 
 @check(2)
+def local_sgd_looks_at_sparse_gradients(me: Rank) -> None:
+    """Those of a module's own parameter, which nobody averages here."""
+    fleet = me.fleet()
+    model = nn.Module()
+    model.rows = nn.Parameter(torch.ones(4, 2))
+    strategy = DistributedStrategy(local_sgd=LocalSGD(k_steps=100), check_finite=True)
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.5), strategy, model=model)
+    fleet.init_worker()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    found = torch.nn.functional.embedding(torch.tensor([1, 1]), model.rows, sparse=True)
+    scaler.scale(found.sum()).backward()
+    scaler.step(optimizer)
+    assert torch.equal(model.rows.detach(), torch.ones(4, 2).index_fill_(0, torch.tensor([1]), 0.0))
+    optimizer.zero_grad()
+    found = torch.nn.functional.embedding(torch.tensor([1, 1]), model.rows, sparse=True)
+    raises(NonFiniteGradientError, "the gradient of 'rows'", lambda: optimizer.minimize(found.sum() * torch.inf))
+    fleet.stop_worker()
+
+
+@check(2)
 def local_sgd_with_a_grad_scaler_and_uneven_data(me: Rank) -> None:
     """A rank that skips a step, or stops, comes to the same averages as the others."""
     fleet = me.fleet()

@@ -24,6 +24,7 @@ from fleet.base.turns import Turns
 from fleet.checkpoint.manifest import DENSE
 from fleet.errors import FleetError, NonFiniteGradientError, PlanMismatchError, StateError
 from fleet.nn.trainables import ElementTypes
+from fleet.numeric.tensors import finite
 from fleet.ps.worker.dense_group import Comer, DenseGroup, GroupBrokenError
 from fleet.ps.worker.dense_reducer import LastingReducer, LoneReducer
 from fleet.ps.worker.dense_state import DenseOptions, Piece, fill, hand_over, pieces, told_by
@@ -466,12 +467,12 @@ class DenseTraining:
         """Say whether all gradients are finite. All workers say the same, as dense ones are everybody's and of rows
         that are not finite each has one."""
         dense = [param.grad for param in self._described.params if param.grad is not None]
-        flags = [gradient.isfinite().all() for gradient in dense]
+        flags = [finite(gradient) for gradient in dense]
         return not any(map(is_infinite, self._weights)) and (not flags or bool(torch.stack(flags).all()))
 
     def _refuse_infinite(self) -> None:
         for spec, param in zip(self._described.spec.params, self._described.params, strict=True):
-            if param.grad is not None and not bool(torch.isfinite(param.grad).all()):
+            if param.grad is not None and not bool(finite(param.grad)):
                 raise NonFiniteGradientError(
                     f"the gradient of {spec.name!r} holds NaN or infinity",
                     where=f"worker {self._worker}, step {self._progress.taken + 1}",
