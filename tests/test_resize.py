@@ -19,7 +19,7 @@ import pytest
 import torch
 from dying import ANSWERED, ENVIRON, MOMENTS, DyingJob, at
 from faults import Action, Fault, FaultyNetwork
-from harness import PATIENT, SOON, Job, until
+from harness import PATIENT, SOON, Job, run_job, until
 from inside import (
     completed,
     connections,
@@ -1490,6 +1490,9 @@ def calling(what: str, tmp_path: Path) -> Callable[[Fleet, torch.nn.Module, Any]
         "summary": lambda fleet, _model, _: fleet.summary(),
         "prefetch": lambda fleet, model, optimizer: prefetching(fleet, model, optimizer),
         "evaluate": lambda _fleet, model, _: model.eval()(IDS_HERE),
+        "grow": lambda _fleet, _model, optimizer: optimizer.add_param_group(
+            {"params": [torch.nn.Parameter(torch.ones(3))]}
+        ),
     }[what]
 
 
@@ -1509,7 +1512,15 @@ class Rows(torch.nn.Module):
 @pytest.mark.parametrize("mode", [None, "async"])
 @pytest.mark.pairs
 def test_any_call_of_a_worker_goes_over(what: str, mode: str | None, tmp_path: Path) -> None:
-    """The first that it makes after the job has moved, of which it has not heard."""
+    go_over(what, mode, tmp_path)
+
+
+def test_parameters_may_join_in_the_first_call_after_a_move(tmp_path: Path) -> None:
+    go_over("grow", None, tmp_path)
+
+
+def go_over(what: str, mode: str | None, tmp_path: Path) -> None:
+    """Make a call as the first one after the job has moved, of which its worker has not heard."""
     goes_on = threading.Event()
 
     def body(fleet: Fleet, worker: int) -> None:
@@ -1522,7 +1533,7 @@ def test_any_call_of_a_worker_goes_over(what: str, mode: str | None, tmp_path: P
             fleet.resize_servers(names([1, 2]))
             goes_on.set()
         assert goes_on.wait(PATIENCE_S)
-        if worker == 1 or what in ("save", "load", "prefetch"):
+        if worker == 1 or what in ("save", "load", "prefetch", "grow"):
             calling(what, tmp_path)(fleet, model, optimizer)
         optimizer.minimize(model(IDS_HERE))
         fleet.barrier_worker()
@@ -1530,6 +1541,34 @@ def test_any_call_of_a_worker_goes_over(what: str, mode: str | None, tmp_path: P
     job = Resized(body, [0], [1, 2], environ={**PATIENT, "FLEET_HEARTBEAT_S": "5"})
     job.run()
     assert job.errors == {}
+
+
+def test_a_call_finishes_what_was_interrupted_and_follows_moves_in_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All calls of a script go this way."""
+
+    def body(fleet: Fleet, _: int) -> None:
+        model = constant()
+        fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+        fleet.init_worker()
+        worker, seen, moves = worker_of(fleet), list[tuple[str, bool]](), [ServersMovedError("the job has moved")] * 2
+
+        def note(what: str) -> None:
+            with worker.turns.if_free() as is_free:
+                seen.append((what, not is_free))
+
+        def act() -> int:
+            note("act")
+            if moves:
+                raise moves.pop()
+            return 7
+
+        with monkeypatch.context() as patch:
+            patch.setattr(worker, "_finish_interrupted", note)
+            patch.setattr(worker, "_follow", lambda: note("follow"))
+            assert worker.in_turn("finish", act) == 7
+        assert seen == [(what, True) for what in ["finish", "act", "follow"] * 2 + ["finish", "act"]]
+
+    run_job(body, workers=1)
 
 
 def test_a_later_move_to_the_same_list_is_another_one() -> None:

@@ -338,9 +338,7 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
     def keep_state(self, state: object) -> None:
         worker = self._running_worker("keep_state()")
         data = encoded(state)
-        with worker.turns.take():
-            worker.finish_interrupted("keep_state()")
-            worker.own_states.send_with_step(data)
+        worker.in_turn("keep_state()", lambda: worker.own_states.send_with_step(data))
 
     def load_state(self, state: object) -> bool:
         return replacement.load_own_state(self._running_worker("load_state()"), state)

@@ -63,8 +63,7 @@ def begin(worker: WorkerRuntime, dirname: object, mode: object, own: Bytes | Non
             "a checkpoint cannot be saved in this mode", expected="'full' or 'delta'", got=repr(mode)
         )
     where = place_at(dirname).url
-    worker.finish_interrupted("save_persistables()")
-    worker.flush()
+    worker.in_turn("save_persistables()", worker.flush)
     progress = worker.progress
     replica = worker.replica if worker.assignment.index == 0 else None
     state = [] if replica is None else [split(replica.state())]
@@ -237,12 +236,8 @@ class CheckpointStates:
         """Hand over this worker's state; after the ``last`` one nobody waits for another."""
         if self._worker.stopped:
             return
-        with self._worker.turns.take():
-            self._worker.finish_interrupted("Checkpoints")
-            if name:
-                self._worker.following(lambda: self._own_states.give(name, state, last=last))
-            else:
-                self._worker.following(lambda: self._own_states.pass_on(state))
+        own = self._own_states
+        self._worker.in_turn("Checkpoints", lambda: own.give(name, state, last=last) if name else own.pass_on(state))
 
     def end(self) -> None:
         self._own_states.gives = False

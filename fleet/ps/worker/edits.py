@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from fleet.base.interruption import uninterrupted
+from fleet.base.turns import Turns
 from fleet.nn.handle import Lookup, TableHandle, Wanted
 from fleet.numeric.jit import Array, Ids
 from fleet.ps.worker.connection import Connections
@@ -50,6 +51,7 @@ class Edits:
         training: RemoteTraining,
         geo: GeoTraining | None,
         progress: Progress,
+        turns: Turns,
         worker: int,
         *,
         waits_for_step: bool,
@@ -62,6 +64,7 @@ class Edits:
         self._training = training
         self._geo = geo
         self._progress = progress
+        self._turns = turns
         self._counts = worker == 0
         self._where = f"worker {worker}"
         #: table, ids and values that the servers do not have yet
@@ -73,6 +76,20 @@ class Edits:
         self._own_rows: dict[int, tuple[Ids, torch.Tensor]] = {}
         self._told: set[str] = set()
 
+    def send_found(self, *, in_step: bool = False) -> None:
+        """Have what the script has changed by itself hold for all. Another thread does not know whether the one that
+        trains is in the middle of it."""
+        if not self._turns.is_other_thread:
+            has_rows = self._find_rows(self._trained.description.handles, keeps=in_step)
+            if self.find() or has_rows:
+                self._send()
+
+    def send_rows_of(self, handles: Iterable[TableHandle]) -> None:
+        """Have the rows that the script has changed in these tables hold, before they are read."""
+        if not self._turns.is_other_thread and self._find_rows(handles, keeps=True):
+            self.find()
+            self._send()
+
     def find(self) -> bool:
         """Find what has changed in the parameters, and let it stay there; whether there is anything to send."""
         found = self._values.find_changed()
@@ -82,7 +99,7 @@ class Edits:
         self._values.kept = found
         return bool(found)
 
-    def find_rows(self, handles: Iterable[TableHandle], *, keeps: bool) -> bool:
+    def _find_rows(self, handles: Iterable[TableHandle], *, keeps: bool) -> bool:
         """Find what has changed in the rows of these tables; whether there is anything to send now. What waits for the
         next step is sent as well, unless it ``keeps`` that."""
         self._forget_sent()
@@ -150,7 +167,7 @@ class Edits:
 
     def laid_over(self, wanted: Sequence[Wanted], found: Sequence[Lookup]) -> list[Lookup]:
         """Return what look-ups have found, with the rows in it that are this worker's own."""
-        if not self._own_rows:
+        if not self._own_rows or self._turns.is_other_thread:
             return [*found]
         handles = self._trained.description.handles
         return [self._with_own(handles.index(each.handle), lookup) for each, lookup in zip(wanted, found, strict=True)]
@@ -170,11 +187,11 @@ class Edits:
     def lay_over_whole(self, handle: TableHandle, rows: torch.Tensor) -> torch.Tensor:
         """Return all rows of a table, with those in it that are this worker's own."""
         own = self._own_rows.get(self._trained.description.handles.index(handle))
-        if own is not None:
+        if own is not None and not self._turns.is_other_thread:
             rows[torch.from_numpy(own[0])] = own[1]
         return rows
 
-    def send(self) -> None:
+    def _send(self) -> None:
         """Have what was found hold for all."""
         self._training.flush()
         dense, rows = self._values.kept, self._unsent_rows

@@ -11,9 +11,9 @@ from fleet.optimizer import AveragingOptimizer, AveragingStepper
 class HybridStepper(AveragingStepper, Protocol):
     """Runs as a worker that can leave out a step, rows as well."""
 
-    def step_if_finite(self, update: Callable[[], None]) -> None: ...
+    def step_here(self, update: Callable[[], None], *, if_finite: bool = False) -> None: ...
 
 
 class HybridOptimizer(AveragingOptimizer):
     def _step_if_finite(self) -> None:
-        cast(HybridStepper, self._stepper()).step_if_finite(self._update)
+        cast(HybridStepper, self._stepper()).step_here(self._update, if_finite=True)

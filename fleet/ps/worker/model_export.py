@@ -50,8 +50,7 @@ def state_dict(worker: WorkerRuntime, model: torch.nn.Module, *, tables: bool) -
         return SortedRows(spec, count) if spec.num_embeddings is None else AllRows(handle, spec, seed)
 
     with worker.turns.take():
-        worker.finish_interrupted("state_dict()")
-        worker.flush()
+        worker.in_turn("state_dict()", worker.flush)
         state = export.state_in_job(model, worker.trained.parts()[1])
         return worker.following(lambda: _collect(worker, state, collector if tables else None))
 
@@ -70,8 +69,7 @@ def save_inference_model(worker: WorkerRuntime, dirname: str, model: torch.nn.Mo
         export.save(dirname, model, learn, facts, example_inputs, {})
 
     with worker.turns.take():
-        worker.finish_interrupted("save_inference_model()")
-        worker.flush()
+        worker.in_turn("save_inference_model()", worker.flush)
         once(worker, worker.progress.name_of_call(f"save_inference_model({dirname!r})"), write, by_anyone=True)
 
 

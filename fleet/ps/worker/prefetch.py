@@ -141,7 +141,7 @@ def _fetched(
 ) -> Iterator[Batch]:
     """Yield batches whose rows are with this worker, asked for ``depth`` batches ahead or as is ``chosen``."""
     coming = _Coming(worker, batches, lookup)
-    waits, began_s = worker.figures.pull, worker.now()
+    waits, began_s = worker.figures.pull, worker.clock.now()
     queue: deque[tuple[Batch, Mapping[int, Prefetched]]] = deque()
     me, thread = object(), threading.get_ident()
 
@@ -156,19 +156,20 @@ def _fetched(
             depth = depth if chosen is None else chosen.now
             for batch, wanted in coming.until(worker.rows.reach(depth), queue):
                 with coming.in_its_turn():
-                    queue.append((batch, worker.prefetch(wanted, len(queue))))
+                    queue.append((batch, _asked_for(worker, wanted, len(queue))))
             if not queue:
                 coming.end()
                 break
             batch, ahead = queue[0]
-            worker.offer(ahead, me)
+            with worker.turns.take():
+                worker.rows.offer(ahead, me)
             queue.popleft()
             coming.take()
             waited_s = waits.seconds
             yield batch
             thread = threading.get_ident()
             if chosen is not None:
-                now_s = worker.now()
+                now_s = worker.clock.now()
                 chosen.saw(waits.seconds - waited_s, now_s - began_s)
                 began_s = now_s
     finally:
@@ -186,7 +187,10 @@ def _brought(
     staleness: int | None,
 ) -> Iterator[Batch]:
     """Yield batches whose rows are on the device."""
-    look_ahead = worker.look_ahead(copies_to(device), depth, staleness)
+    figures, shares_steps = worker.figures, worker.policy.shares_steps
+    look_ahead = LookAhead(
+        worker.rows, copies_to(device), depth, staleness, figures.pull, figures.copy, shares_steps=shares_steps
+    )
     coming = _Coming(worker, batches, lookup)
     preparing: deque[tuple[Batch, Future[Prepared]]] = deque()
     queue: deque[tuple[Batch, Coming]] = deque()
@@ -212,13 +216,13 @@ def _brought(
                     break
                 batch, prepared = preparing.popleft()
                 with coming.in_its_turn(preparing):
-                    queue.append((batch, worker.foresee(look_ahead, prepared.result(), len(queue))))
+                    queue.append((batch, _foreseen(worker, look_ahead, prepared.result(), len(queue))))
             if not queue:
                 coming.end()
                 break
             batch, first = queue[0]
             # What was asked for a batch ago is there, and is copied while this one is computed.
-            worker.bring(look_ahead, first, [each for _, each in queue][1 : max(1, asked_before)], me)
+            _bring(worker, look_ahead, first, [each for _, each in queue][1 : max(1, asked_before)], me)
             queue.popleft()
             coming.take()
             yield batch
@@ -228,6 +232,35 @@ def _brought(
             if not worker.turns.is_fork:
                 preparer.stop()
                 worker.give_up(give_up, is_here=thread == threading.get_ident())
+
+
+def _asked_for(worker: WorkerRuntime, wanted: Sequence[Wanted], steps: int) -> dict[int, Prefetched]:
+    """Begin to fetch what a forward will ask for after so many more ``steps``."""
+    return worker.read_rows(
+        "prefetch()",
+        [each.handle for each in wanted],
+        lambda: worker.rows.prefetch(wanted, worker.progress.completed, steps, worker.replica),
+    )
+
+
+def _foreseen(worker: WorkerRuntime, look_ahead: LookAhead, prepared: Prepared, steps: int) -> Coming:
+    """Begin to bring to a device what a forward will ask for after so many more ``steps``."""
+    return worker.read_rows(
+        "prefetch()",
+        [each.handle for same in prepared.wanted for each in same],
+        lambda: look_ahead.foresee(prepared, worker.progress.completed, steps),
+    )
+
+
+def _bring(worker: WorkerRuntime, look_ahead: LookAhead, coming: Coming, later: Iterable[Coming], by: object) -> None:
+    """Let forwards use what has come for one batch, and copy what is there of ``later`` ones."""
+
+    def bring() -> None:
+        worker.rows.offer(worker.following(lambda: look_ahead.arrive(coming, worker.progress.completed)), by)
+        for each in later:
+            worker.following(partial(look_ahead.bring, each))
+
+    worker.in_turn("prefetch()", bring)
 
 
 class _Preparer:

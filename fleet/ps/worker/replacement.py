@@ -34,8 +34,7 @@ def load(worker: WorkerRuntime, dirname: object) -> None:
 
 
 def _load(worker: WorkerRuntime, dirname: object, where: str) -> None:
-    worker.finish_interrupted("load_persistables()")
-    worker.flush()
+    worker.in_turn("load_persistables()", worker.flush)
 
     def read(granted: dict[str, Any]) -> None:
         checkpoint = Checkpoint.open(dirname)
@@ -61,9 +60,7 @@ def _load(worker: WorkerRuntime, dirname: object, where: str) -> None:
 def load_own_state(worker: WorkerRuntime, state: object) -> bool:
     """Give the worker's own objects what the job has of them; return whether it has anything."""
     check_state(state)
-    with worker.turns.take():
-        worker.finish_interrupted("load_state()")
-        data = worker.following(worker.own_states.recall)
+    data = worker.in_turn("load_state()", worker.own_states.recall)
     if data is not None:
         restore(state, data, str(worker.assignment))
     elif worker.progress.went_on_at:
@@ -81,8 +78,7 @@ def load_state(worker: WorkerRuntime, model: object, state: object) -> None:
 
 
 def _load_state(worker: WorkerRuntime, model: torch.nn.Module, state: Mapping[str, Any]) -> None:
-    worker.finish_interrupted("load_state_dict()")
-    worker.flush()
+    worker.in_turn("load_state_dict()", worker.flush)
     found = _Sorted(worker, model, state)
 
     def send(granted: dict[str, Any]) -> None:

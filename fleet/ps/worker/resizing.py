@@ -148,8 +148,7 @@ def _refuse_unmovable(worker: WorkerRuntime) -> None:
 def _once(worker: WorkerRuntime, servers: tuple[Endpoint, ...], move: Callable[[], None]) -> None:
     """Have one worker move the job, after all that this one has computed is applied."""
     with worker.turns.take():
-        worker.finish_interrupted("resize_servers()")
-        worker.following(worker.flush)
+        worker.in_turn("resize_servers()", worker.flush)
         worker.following(lambda: refuse_if_moved(worker.connections))  # there and back, it may be
         if servers == worker.assignment.servers:
             return

@@ -26,7 +26,6 @@ from fleet.base.turns import Turns
 from fleet.checkpoint.resume_choice import Resumed
 from fleet.errors import FleetError, IdentityError, ServersMovedError, StateError, UnsupportedError
 from fleet.nn.handle import Lookup, TableHandle, Wanted
-from fleet.numeric.device_copies import Copies
 from fleet.numeric.jit import Array, Ids
 from fleet.numeric.reduction import BARRIER
 from fleet.numeric.tensors import WireTensor
@@ -45,7 +44,6 @@ from fleet.ps.worker.edits import Edits
 from fleet.ps.worker.forked_lookup import ForkedReader
 from fleet.ps.worker.geo_replica import GeoTraining, Replica
 from fleet.ps.worker.handshake import check_loads, join
-from fleet.ps.worker.look_ahead import Coming, LookAhead, Prepared
 from fleet.ps.worker.lookup_prediction import LookupPrediction
 from fleet.ps.worker.lookups import Prefetched, RowReader
 from fleet.ps.worker.new_servers import Hop, Move, WayAhead, refuse_if_moved, take_leave, tell_those_between
@@ -109,7 +107,7 @@ class WorkerRuntime:
         #: whether it has said goodbye to all servers
         self.has_left = False
         self._whereabouts = Whereabouts()
-        self._network, self._clock = network, clock
+        self._network, self.clock = network, clock
         self.connections = connections = Connections(
             self.connect(assignment.servers, self._incarnation),
             progress,
@@ -193,6 +191,7 @@ class WorkerRuntime:
             self._training,
             self._geo,
             progress,
+            self.turns,
             worker,
             waits_for_step=policy.shares_steps and assignment.worker_num > 1,
         )
@@ -254,11 +253,7 @@ class WorkerRuntime:
     def _miss_step(self) -> None:
         """Push nothing for a step that the others have taken with an earlier process in this one's place."""
         self.progress.miss_step()
-        try:
-            self._training.miss_step()
-        except ServersMovedError:
-            self._follow()
-            self.following(self._finish_push)
+        self._until_pushed(self._training.miss_step)
 
     @contextmanager
     def _ending_if_it_fails(self) -> Iterator[None]:
@@ -271,7 +266,7 @@ class WorkerRuntime:
 
     def connect(self, servers: Sequence[Endpoint], incarnation: int) -> list[Connection]:
         """Make connections to these servers."""
-        network, settings, clock, worker = self._network, self._settings, self._clock, self.assignment.index
+        network, settings, clock, worker = self._network, self._settings, self.clock, self.assignment.index
         return [
             Connection(
                 endpoint,
@@ -339,8 +334,7 @@ class WorkerRuntime:
 
     def extend(self) -> None:
         """Tell the servers of parameters that joined the optimizers. Every worker does, after the same step."""
-        with self.turns.take():
-            self._extend()
+        self.in_turn("add_param_group()", self._extend)
 
     def _extend(self) -> None:
         trained = self.trained
@@ -350,8 +344,7 @@ class WorkerRuntime:
                 f"parameters cannot join a running job in the mode {mode!r}, whose workers share no step",
                 todo="Give all parameters to the optimizer before fleet.init_worker().",
             )
-        self.finish_interrupted("add_param_group()")
-        self._send_edits()
+        self._edits.send_found()
         known = trained.description
         description = known.continued_by(self._describe())
         spec, fingerprint = description.spec.to_json(), make_plan(description.spec).fingerprint
@@ -485,75 +478,32 @@ class WorkerRuntime:
         return self._training.during_backward()
 
     def step(self) -> None:
+        self._take_step(self._push_step)
+
+    def step_here(self, update: Callable[[], None], *, if_finite: bool = False) -> None:
+        """Take a step on this worker's own values, some or all; from time to time agree with the servers. With
+        ``if_finite`` it changes nothing, neither here nor on the servers, if a gradient is not finite."""
+        if self._geo is not None:
+            self._take_step(partial(self._until_pushed, partial(self._geo.step, update)))
+        else:
+            self._take_step(partial(self._step_on_dense, update, if_finite=if_finite))
+
+    def _take_step(self, take: Callable[[], None]) -> None:
         with self.turns.take():
             try:
-                self._begin_step()
-                self._push_step()
-                self._end_step()
+                self.turns.train()
+                self.in_turn("step()", self._prepare_step)
+                self.trained.outdate_whole_tables()
+                self._edits.begin_step()
+                take()
+                self.trained.forget_whole_tables()
+                if self.connections.wanted_servers:
+                    self.move_as_asked()
             except FleetError:
                 self.connections.note_reported()
                 raise
-
-    def _push_step(self, update: Callable[[], None] | None = None) -> None:
-        try:
-            with self.trained.writer.standing_still():
-                self._training.step(update)
-        except ServersMovedError:
-            self._follow()
-            self.following(self._finish_push)
-
-    def _end_step(self) -> None:
-        self.trained.forget_whole_tables()
-        if self.connections.wanted_servers:
-            self.move_as_asked()
-
-    def _finish_push(self) -> None:
-        with self.trained.writer.standing_still():
-            self._pusher.finish_interrupted()
-
-    def step_here(self, update: Callable[[], None]) -> None:
-        """Take a step on this worker's own values, some or all; from time to time agree with the servers."""
-        self._step_here(update)
-
-    def step_if_finite(self, update: Callable[[], None]) -> None:
-        """Take a step that changes nothing, neither here nor on the servers, if a gradient is not finite."""
-        self._step_here(update, if_finite=True)
-
-    def _step_here(self, update: Callable[[], None], *, if_finite: bool = False) -> None:
-        with self.turns.take():
-            try:
-                self._begin_step()
-                if self._geo is not None:
-                    self._step_alone(self._geo, update)
-                else:
-                    is_taken = self.dense.begin_step(if_finite=if_finite)
-                    with nullcontext() if is_taken else self.trained.description.tables_aside():
-                        self._push_step(lambda: self.dense.take_step(update if is_taken else None))
-                    self.dense.end_step()
-                self._end_step()
-            except FleetError:
-                self.connections.note_reported()
-                raise
-
-    def _step_alone(self, geo: GeoTraining, update: Callable[[], None]) -> None:
-        try:
-            geo.step(update)
-        except ServersMovedError:
-            self._follow()
-            self.following(self._finish_push)
-
-    def set_synchronized(self, wanted: bool) -> bool:
-        """Set whether backwards average dense gradients from now on, and return what it was before."""
-        return self.dense.set_synchronized(wanted)
-
-    def _begin_step(self) -> None:
-        self.following(self._prepare_step)
-        self.trained.outdate_whole_tables()
-        self._edits.begin_step()
 
     def _prepare_step(self) -> None:
-        self.turns.train()
-        self.finish_interrupted("step()")
         if self._prediction is not None:
             self._prediction.clear()
         description = self.trained.description
@@ -561,20 +511,64 @@ class WorkerRuntime:
         description.check_memory()
         description.check_steps()
         if description.has_newcomers():
-            self.extend()
-        self._send_edits(in_step=True)
+            self._extend()
+        self._edits.send_found(in_step=True)
 
-    def _send_edits(self, *, in_step: bool = False) -> None:
-        """Have what the script has changed by itself hold for all. Another thread does not know whether the one that
-        trains is in the middle of it."""
-        if not self.turns.is_other_thread:
-            has_rows = self._edits.find_rows(self.trained.description.handles, keeps=in_step)
-            if self._edits.find() or has_rows:
-                self._edits.send()
+    def _step_on_dense(self, update: Callable[[], None], *, if_finite: bool) -> None:
+        is_taken = self.dense.begin_step(if_finite=if_finite)
+        with nullcontext() if is_taken else self.trained.description.tables_aside():
+            self._push_step(lambda: self.dense.take_step(update if is_taken else None))
+        self.dense.end_step()
+
+    def _push_step(self, update: Callable[[], None] | None = None) -> None:
+        def push() -> None:
+            with self.trained.writer.standing_still():
+                self._training.step(update)
+
+        self._until_pushed(push)
+
+    def _until_pushed(self, push: Callable[[], None]) -> None:
+        """Take a step that makes a ``push``; if the job moves meanwhile, finish it there."""
+        try:
+            push()
+        except ServersMovedError:
+            self._follow()
+            self.following(self._finish_push)
+
+    def _finish_push(self) -> None:
+        with self.trained.writer.standing_still():
+            self._pusher.finish_interrupted()
+
+    def set_synchronized(self, wanted: bool) -> bool:
+        """Set whether backwards average dense gradients from now on, and return what it was before."""
+        return self.dense.set_synchronized(wanted)
+
+    # ---------------------------------------------------------------- a call
+
+    def in_turn(self, call: str, act: Callable[[], T]) -> T:
+        """Return what ``act`` returns, which is a user's ``call``: in its turn, when what was interrupted is finished,
+        and where the job is."""
+
+        def finish_and_act() -> T:
+            self._finish_interrupted(call)
+            return act()
+
+        with self.turns.take():
+            return self.following(finish_and_act)
+
+    def read_rows(self, call: str, handles: Iterable[TableHandle], read: Callable[[], T]) -> T:
+        """Return what ``read`` returns in its turn: what servers have of these tables, or the request for it."""
+
+        def act() -> T:
+            self._edits.send_rows_of(handles)
+            with self.figures.pull:
+                return read()
+
+        return self.in_turn(call, act)
 
     def flush(self) -> None:
         """Have everything applied that this worker has computed, and that its script has changed."""
-        self._send_edits()
+        self._edits.send_found()
         self.following(self._flush)
         self.following(self.own_states.wait_until_given)
 
@@ -586,8 +580,7 @@ class WorkerRuntime:
 
     def finish_interrupted(self, call: str) -> None:
         """Finish what was interrupted, before anything else happens in a call's turn."""
-        with self.turns.take():  # what another thread has under way is not interrupted
-            self.following(lambda: self._finish_interrupted(call))
+        self.in_turn(call, lambda: None)
 
     def _finish_interrupted(self, call: str) -> None:
         self._finish_giving_up()
@@ -616,45 +609,35 @@ class WorkerRuntime:
         """Learn what the model looks up, so that all of it can be asked for at once."""
 
         def fetch(wanted: Sequence[Wanted]) -> Mapping[int, Prefetched]:
-            self.finish_interrupted("a look-up")
-            return self.following(lambda: self._fetch_predicted(wanted))
+            return self.read_rows(
+                "a look-up",
+                [each.handle for each in wanted],
+                lambda: self.rows.fetch_predicted(wanted, self.progress.completed, self.replica),
+            )
 
         if self.trained.description.handles:
             self._prediction = LookupPrediction(model, self.turns, fetch, self.rows.drop_predicted)
 
-    def _fetch_predicted(self, wanted: Sequence[Wanted]) -> Mapping[int, Prefetched]:
-        self._send_edits_of(each.handle for each in wanted)
-        with self.figures.pull:
-            return self.rows.fetch_predicted(wanted, self.progress.completed, self.replica)
-
     def lookup(self, wanted: Sequence[Wanted]) -> list[Lookup]:
         if self.turns.is_fork:
             return self._forked_reader().lookup(wanted, self.replica)
-        with self.turns.take():
-            found = self.following(lambda: self._look_up(wanted))
+
+        def look_up() -> list[Lookup]:
+            self._edits.send_rows_of(each.handle for each in wanted)
+            with self.figures.pull:
+                found = self.rows.lookup(wanted, self.progress.completed, self.replica)
             if self._prediction is not None:
                 self._prediction.observe(wanted)
             self._training.looked_up()
-            return found
+            return self._edits.laid_over(wanted, found)
 
-    def _look_up(self, wanted: Sequence[Wanted]) -> list[Lookup]:
-        self._finish_interrupted("a look-up")
-        self._send_edits_of(each.handle for each in wanted)
-        with self.figures.pull:
-            found = self.rows.lookup(wanted, self.progress.completed, self.replica)
-        return found if self.turns.is_other_thread else self._edits.laid_over(wanted, found)
+        return self.in_turn("a look-up", look_up)
 
     def averaged(self, ids: torch.Tensor, values: torch.Tensor) -> torch.Tensor | None:
         """Return the mean over all workers of gradients of rows, where workers have to agree on it."""
         if self._dense is None or self._dense.group.size == 1 or self.turns.is_other_thread:
             return None
         return self._dense.averaged(ids, values)
-
-    def _send_edits_of(self, handles: Iterable[TableHandle]) -> None:
-        """Have the rows that the script has changed in these tables hold, before they are read."""
-        if not self.turns.is_other_thread and self._edits.find_rows(handles, keeps=True):
-            self._edits.find()
-            self._edits.send()
 
     @property
     def most_whole_bytes(self) -> int:
@@ -665,17 +648,14 @@ class WorkerRuntime:
         at_once = min(WHOLE_BYTES, self._settings.security.max_message_bytes // 2)
         if self.turns.is_fork:
             return self._forked_reader().whole(handle, self.replica, at_once)
+
+        def read() -> torch.Tensor:
+            return self.rows.whole(handle, self.progress.completed, self.replica, at_once)
+
         with self.turns.take():
-            self.finish_interrupted("a look at all rows")
-            self._training.wait_until_sent()  # what is changed in them begins with all that this worker has done
-
-            def fetch() -> torch.Tensor:
-                self._send_edits_of([handle])
-                with self.figures.pull:
-                    rows = self.rows.whole(handle, self.progress.completed, self.replica, at_once)
-                return rows if self.turns.is_other_thread else self._edits.lay_over_whole(handle, rows)
-
-            return self.following(fetch)
+            # What is changed in them begins with all that this worker has done.
+            self.in_turn("a look at all rows", self._training.wait_until_sent)
+            return self._edits.lay_over_whole(handle, self.read_rows("a look at all rows", [handle], read))
 
     def _forked_reader(self) -> ForkedReader:
         if self._forked is None or self._forked.turns.is_fork:
@@ -685,23 +665,6 @@ class WorkerRuntime:
     def _fetch_to_train(self, index: int, ids: Ids) -> Array:
         with self.figures.pull:
             return self.following(lambda: self.rows.fetch(index, ids, self.progress.completed, training=True))
-
-    def prefetch(self, wanted: Sequence[Wanted], steps: int) -> dict[int, Prefetched]:
-        """Begin to fetch what a forward will ask for after so many more ``steps``."""
-        with self.turns.take():
-            self.finish_interrupted("prefetch()")
-
-            def begin() -> dict[int, Prefetched]:
-                self._send_edits_of(each.handle for each in wanted)
-                with self.figures.pull:
-                    return self.rows.prefetch(wanted, self.progress.completed, steps, self.replica)
-
-            return self.following(begin)
-
-    def offer(self, prefetched: Mapping[int, Prefetched], by: object) -> None:
-        """Let forwards use this from now on, and nothing that was offered before."""
-        with self.turns.take():
-            self.rows.offer(prefetched, by)
 
     def give_up(self, work: Callable[[], None], *, is_here: bool) -> None:
         """Do the ``work`` of giving something up: at once where ``is_here``, if no call is under way, and else when the
@@ -715,38 +678,9 @@ class WorkerRuntime:
         while self._given_up:
             self._given_up.popleft()()
 
-    def now(self) -> float:
-        """Return the time of the clock that this worker's waits are measured by."""
-        return self._clock.now()
-
     @property
     def mode(self) -> str:
         return self._strategy.mode
-
-    def look_ahead(self, copies: Copies, depth: int, most_age: int | None) -> LookAhead:
-        """Return what brings rows to a device ahead of forwards."""
-        figures, shares_steps = self.figures, self.policy.shares_steps
-        return LookAhead(self.rows, copies, depth, most_age, figures.pull, figures.copy, shares_steps=shares_steps)
-
-    def foresee(self, look_ahead: LookAhead, prepared: Prepared, steps: int) -> Coming:
-        """Begin to bring to a device what a forward will ask for after so many more ``steps``."""
-        with self.turns.take():
-            self.finish_interrupted("prefetch()")
-
-            def begin() -> Coming:
-                self._send_edits_of(each.handle for same in prepared.wanted for each in same)
-                with self.figures.pull:
-                    return look_ahead.foresee(prepared, self.progress.completed, steps)
-
-            return self.following(begin)
-
-    def bring(self, look_ahead: LookAhead, coming: Coming, later: Iterable[Coming], by: object) -> None:
-        """Let forwards use what has come for one batch, and copy what is there of ``later`` ones."""
-        with self.turns.take():
-            self.finish_interrupted("prefetch()")
-            self.rows.offer(self.following(lambda: look_ahead.arrive(coming, self.progress.completed)), by)
-            for each in later:
-                self.following(partial(look_ahead.bring, each))
 
     def forget_rows(self) -> None:
         """Forget rows that were fetched ahead, or as a whole: others are there now."""
@@ -757,9 +691,8 @@ class WorkerRuntime:
 
     def barrier(self) -> None:
         """Return when every worker has come here."""
-        with self.turns.take():
-            self.finish_interrupted("barrier_worker()")
-            self.following(self.flush)  # what this worker computed is applied when the others have passed the barrier
+        # What this worker computed is applied when the others have passed the barrier.
+        self.in_turn("barrier_worker()", self.flush)
         self._gather("barrier_worker()", BARRIER)
 
     def all_reduce(self, call: str, value: object, output: object, op: object) -> Any:
@@ -767,8 +700,7 @@ class WorkerRuntime:
         given."""
 
         def meet(op: str, mine: UserValue) -> WireTensor:
-            with self.turns.take():
-                self.finish_interrupted(call)
+            self.finish_interrupted(call)
             tensor = self._gather(call, op, mine.dtype, mine.wire())
             assert tensor is not None
             return tensor
@@ -785,10 +717,8 @@ class WorkerRuntime:
     # ---------------------------------------------------------------- what happened
 
     def summary(self) -> dict[str, Any]:
-        with self.turns.take():
-            self.finish_interrupted("summary()")
-            replies = self.following(lambda: self.connections.ask("summary", survey=pb.Survey()))
-            surveys = [reply.message.about for reply in replies]
+        replies = self.in_turn("summary()", lambda: self.connections.ask("summary", survey=pb.Survey()))
+        surveys = [reply.message.about for reply in replies]
         return summary(self.assignment.index, self._strategy.mode, self.progress.steps, surveys, self.read_figures())
 
     def read_figures(self) -> dict[str, float]:

@@ -13,8 +13,7 @@ from fleet.ps.worker.runtime import WorkerRuntime
 
 def shrink(worker: WorkerRuntime) -> None:
     with worker.turns.take():
-        worker.finish_interrupted("shrink()")
-        worker.flush()
+        worker.in_turn("shrink()", worker.flush)
 
         def act(_: dict[str, Any]) -> None:
             request = pb.Shrink(now=wall_time(), version=worker.progress.completed)
