@@ -131,10 +131,15 @@ def set_time(fleet: Fleet, now: Any) -> None:
     worker_of(fleet)._pusher._now = now
 
 
+def communicator_of(fleet: Fleet) -> Any:
+    """What works behind the steps of the worker."""
+    return worker_of(fleet)._training.communicator
+
+
 def take_fresh(optimizer: Any) -> None:
     """Put the values that have arrived behind the user's back into the parameters."""
     worker = runtime_of(optimizer)
-    fresh = worker._training._communicator.fresh()
+    fresh = worker._training.communicator.fresh()
     if fresh is not None:
         worker._values.write(fresh)
 

@@ -67,7 +67,7 @@ def begin(worker: WorkerRuntime, dirname: object, mode: object, own: Bytes | Non
     progress = worker.progress
     replica = worker.replica if worker.assignment.index == 0 else None
     state = [] if replica is None else [split(replica.state())]
-    if worker.has_dense:
+    if worker.dense is not None:
         state = worker.dense.pieces()
     moment = Moment(progress.steps, progress.completed, worker.trained.plan.spec, state)
     name = progress.name_of_call(f"save_persistables({where!r})")

@@ -50,7 +50,40 @@ class Send(Protocol):
     def __call__(self, push: MadePush, *, meanwhile: Callable[[], object]) -> list[Frame]: ...
 
 
-class Communicator:
+class IdleCommunicator:
+    """Stands where each step waits for its answer: nothing is under way behind the user's thread."""
+
+    def looked_up(self) -> None:
+        """Note that the rows of a forward are there."""
+
+    def flush(self) -> None:
+        """Wait until the servers have acknowledged everything."""
+
+    def drop_fetched(self) -> None:
+        """Drop what has been fetched, or is being: the servers have other values now."""
+
+    def refuse_if_moved(self) -> None:
+        """Raise if a thread has met servers that the job has left, and rests."""
+
+    def rest(self) -> None:
+        """Ask nothing of the servers, until the job goes on with others; return when nothing is under way."""
+
+    def go_on(self) -> None:
+        """Go on, with other servers or the same ones; what was fetched and is not taken is theirs no more."""
+
+    @property
+    def queued(self) -> int:
+        """Return how many steps wait to be sent."""
+        return 0
+
+    def end(self) -> None:
+        """Tell the threads to stop; a request under way ends with its connection."""
+
+    def join(self) -> None:
+        """Wait for the threads to stop."""
+
+
+class Communicator(IdleCommunicator):
     """Pushes and fetches on threads of its own."""
 
     def __init__(
@@ -128,14 +161,12 @@ class Communicator:
             return fresh
 
     def looked_up(self) -> None:
-        """Note that the rows of a forward are there."""
         if self._look_up_due:
             with self._changed:
                 self._look_up_due = False
                 self._changed.notify_all()
 
     def flush(self) -> None:
-        """Wait until the servers have acknowledged everything."""
         self.looked_up()  # none will come meanwhile
         with self._changed:
             self._changed.wait_for(lambda: self._over or self._has_moved or not (self._queue or self._sending))
@@ -143,7 +174,6 @@ class Communicator:
             self._refuse_if_moved()
 
     def drop_fetched(self) -> None:
-        """Drop what has been fetched, or is being: the servers have other values now."""
         with self._changed:
             self._changed.wait_for(lambda: self._over or self._has_moved or not self._fetching)
             self._raise_failure()
@@ -151,7 +181,6 @@ class Communicator:
             self._fresh = None
 
     def refuse_if_moved(self) -> None:
-        """Raise if a thread has met servers that the job has left, and rests."""
         if self._has_moved:
             with self._changed:
                 self._refuse_if_moved()
@@ -161,13 +190,11 @@ class Communicator:
             raise ServersMovedError("the job has moved to other servers")
 
     def rest(self) -> None:
-        """Ask nothing of the servers, until the job goes on with others; return when nothing is under way."""
         with self._changed:
             self._is_resting = True
             self._changed.wait_for(lambda: self._over or not self._under_way)
 
     def go_on(self) -> None:
-        """Go on, with other servers or the same ones; what was fetched and is not taken is theirs no more."""
         with self._changed:
             self._is_resting = self._has_moved = False
             self._fresh = None
@@ -175,11 +202,9 @@ class Communicator:
 
     @property
     def queued(self) -> int:
-        """Return how many steps wait to be sent."""
         return len(self._queue)
 
     def end(self) -> None:
-        """Tell the threads to stop; a request under way ends with its connection."""
         with self._changed:
             self._ending = True
             self._changed.notify_all()

@@ -200,7 +200,7 @@ class Edits:
             self._rows.discard_fetched()
         self._unsent_rows, self._leave_with = [], None
         if dense:
-            self._training.drop_fetched()  # now: what is asked for from here on has the edits
+            self._training.communicator.drop_fetched()  # now: what is asked for from here on has the edits
             fresh = self._values.fetch("values beside those that the script has changed")
             self._values.kept = {}
             self._values.write(fresh)

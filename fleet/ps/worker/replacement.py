@@ -49,11 +49,11 @@ def _load(worker: WorkerRuntime, dirname: object, where: str) -> None:
             except ServerBusyError:  # a server was killed in between, and has to read again
                 continue
 
-    if worker.has_dense:
+    if worker.dense is not None:
         worker.turns.refuse_other_thread("load_persistables()")  # it changes what that one trains
     once(worker, worker.progress.name_of_call(f"load_persistables({where!r})"), read, by_anyone=True)
     worker.reload_in_turn()
-    if worker.has_dense:
+    if worker.dense is not None:
         worker.dense.replace({})
 
 
@@ -87,10 +87,10 @@ def _load_state(worker: WorkerRuntime, model: torch.nn.Module, state: Mapping[st
             replace(worker.connections, worker.trained, worker.progress.completed, found.dense, found.rows)
         _take_over(worker, attempt)
 
-    if worker.has_dense:
+    if worker.dense is not None:
         worker.turns.refuse_other_thread("load_state_dict()")
     once(worker, worker.progress.name_of_call("load_state_dict()"), send, by_anyone=True)
-    if worker.has_dense:
+    if worker.dense is not None:
         worker.dense.replace(found.dense)
     with torch.no_grad():
         for mine, value in found.local:

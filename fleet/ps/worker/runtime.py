@@ -97,11 +97,14 @@ class WorkerRuntime:
         self._describe = describe
         self._strategy = strategy
         self._settings = settings
-        self.turns = Turns()
+        self.turns = turns = Turns()
         self.figures = figures = WorkerFigures(clock)
+        self.mode = strategy.mode
         self.policy = policy = policy_of(strategy, strategy.update_frequency)
         self.progress = progress = Progress(policy)
-        worker, self._incarnation, self._former = assignment.index, secrets.randbits(63), former
+        #: the number that tells this process from others in its place
+        self.incarnation = secrets.randbits(63)
+        worker, self._former = assignment.index, former
         #: by thread, what it has asked to do for all, and how that ended (lease.py)
         self.claimed: dict[int, tuple[str, str]] = {}
         #: whether it has said goodbye to all servers
@@ -109,14 +112,14 @@ class WorkerRuntime:
         self._whereabouts = Whereabouts()
         self._network, self.clock = network, clock
         self.connections = connections = Connections(
-            self.connect(assignment.servers, self._incarnation),
+            self.connect(assignment.servers, self.incarnation),
             progress,
             partial(claim, settings.observing.record_dir, settings.job_id, str(assignment)),
         )
         self._ahead = WayAhead(
             connections,
             lambda servers, moves: Connections(
-                self.connect(servers, self._incarnation + moves), progress, connections.claim_cause
+                self.connect(servers, self.incarnation + moves), progress, connections.claim_cause
             ),
             clock,
             settings.rpc_deadline_s,
@@ -144,58 +147,35 @@ class WorkerRuntime:
             places=policy.fills_buffers,
         )
         communication = replace(settings.communicator, **dict(strategy.communicator))  # type: ignore[arg-type]
-        self._training = RemoteTraining(
-            policy,
-            communication,
-            str(worker),
-            gradients,
-            pusher,
-            trained,
-            values,
-            figures,
-        )
+        self._training = RemoteTraining(policy, communication, str(worker), gradients, pusher, trained, values, figures)
         self._geo: GeoTraining | None = None
         if policy.trains_on_workers:
+            every, fetch = policy.steps_per_push(communication.max_merge_var_num), self._fetch_to_train
             self._geo = GeoTraining(
-                policy.steps_per_push(communication.max_merge_var_num),
-                assignment.worker_num,
-                gradients,
-                pusher,
-                self.progress,
-                trained,
-                values,
-                rows,
-                self._fetch_to_train,
+                every, assignment.worker_num, gradients, pusher, progress, trained, values, rows, fetch
             )
-        self._dense: DenseTraining | None = None
+        #: what trains dense parameters, in a job whose workers do
+        self.dense: DenseTraining | None = None
         if trained.plan.spec.settings.has_dense_on_workers:
             group = DenseGroup(
                 connections, self._whereabouts, worker, figures.reduce, self.following, network.own_address
             )
-            self._dense = DenseTraining(
+            self.dense = DenseTraining(
                 group,
                 trained,
                 model,
                 progress,
-                self.turns,
+                turns,
                 worker,
                 strategy.wire_dtype,
                 lambda begins: dense_record(connections.by_server[0], progress.completed, begins=begins),
                 check_finite=check_finite,
             )
+        training, geo, waits = self._training, self._geo, policy.shares_steps and assignment.worker_num > 1
         self._edits = Edits(
-            connections,
-            trained,
-            values,
-            rows,
-            self._training,
-            self._geo,
-            progress,
-            self.turns,
-            worker,
-            waits_for_step=policy.shares_steps and assignment.worker_num > 1,
+            connections, trained, values, rows, training, geo, progress, turns, worker, waits_for_step=waits
         )
-        self._barrier = Barrier(connections, progress, figures, self.turns, self.reload)
+        self._barrier = Barrier(connections, progress, figures, turns, self.reload)
         self._prediction: LookupPrediction | None = None
         self._forked: ForkedReader | None = None
         self._given_up = deque[Callable[[], None]]()
@@ -220,7 +200,7 @@ class WorkerRuntime:
             if resumed is not None:
                 self.progress.go_back(resumed)
             # A step may be over, and lack what its worker was to find out with the servers before it was killed.
-            if trained.plan.spec.settings.max_grad_norm and self._dense is None and answers[0].delivered:
+            if trained.plan.spec.settings.max_grad_norm and self.dense is None and answers[0].delivered:
                 self.following(self.agree_on_norms)
             if not self.policy.shares_steps or len({answer.version for answer in answers}) == 1:
                 self.cuts.notice(answers)
@@ -228,10 +208,10 @@ class WorkerRuntime:
             if self.assignment.index == 0:
                 initialize(self.connections, trained, answers)
             # Others that are yet to take the step that this worker has pushed already may wait for it to join them.
-            back = -1 if self._dense is not None else 0
+            back = -1 if self.dense is not None else 0
             self.following(lambda: self._begin_from(self._values.fetch("initial parameters", more_steps=back)))
-            if self._dense is not None:
-                missed = self._dense.start(self._miss_step)
+            if self.dense is not None:
+                missed = self.dense.start(self._miss_step)
                 if missed:
                     _log.warning(
                         "worker %d goes on after step %d: the others have taken %d without this process, and rows that "
@@ -277,15 +257,12 @@ class WorkerRuntime:
                 incarnation,
                 self.read_figures,
                 logs_absent=server == 0,
-                look_ahead=self._look_ahead,
+                look_ahead=lambda connection: self._ahead.look(connection),
                 whereabouts=None if server else self._whereabouts,
                 completed=lambda: self.progress.completed if self._has_begun else None,
             )
             for server, endpoint in enumerate(servers)
         ]
-
-    def _look_ahead(self, connection: Connection) -> bool:
-        return self._ahead.look(connection)
 
     def _join(self, connections: Connections, plan: Plan) -> list[pb.Reply]:
         return join(
@@ -320,8 +297,8 @@ class WorkerRuntime:
         self._pusher.drop_residues()
         self.own_states.forget_given()
         self._begin_from(replies)
-        if self._dense is not None:
-            self._dense.reload()
+        if self.dense is not None:
+            self.dense.reload()
         self.trained.forget_whole_tables()
 
     def reload_in_turn(self) -> None:
@@ -339,9 +316,8 @@ class WorkerRuntime:
     def _extend(self) -> None:
         trained = self.trained
         if not self.policy.shares_steps:
-            mode = self._strategy.mode
             raise UnsupportedError(
-                f"parameters cannot join a running job in the mode {mode!r}, whose workers share no step",
+                f"parameters cannot join a running job in the mode {self.mode!r}, whose workers share no step",
                 todo="Give all parameters to the optimizer before fleet.init_worker().",
             )
         self._edits.send_found()
@@ -359,15 +335,10 @@ class WorkerRuntime:
             initialize(self.connections, trained, answers, len(known.params), len(known.handles))
         self._values.write(self._values.fetch("initial parameters"))
         trained.attach(self, len(known.handles))
-        if self._dense is not None:
-            self._dense.extend(len(known.params))
+        if self.dense is not None:
+            self.dense.extend(len(known.params))
 
     # ---------------------------------------------------------------- other servers
-
-    @property
-    def incarnation(self) -> int:
-        """Return the number that tells this process from others in its place."""
-        return self._incarnation
 
     def following(self, act: Callable[[], T]) -> T:
         """Return what ``act`` returns. If the job has moved to other servers, go over and let it act again."""
@@ -385,7 +356,7 @@ class WorkerRuntime:
             if hops:
                 self._go_over(hops)
             else:
-                self._training.go_on()
+                self._training.communicator.go_on()
 
     def go_over(self, move: Move) -> None:
         """Go on where the job is after this move, which has been made."""
@@ -412,14 +383,14 @@ class WorkerRuntime:
         layouts, (move, connections) = [*self.trained.layouts], hops[-1]
         servers = len(move.servers)
         try:
-            self._training.rest()
+            self._training.communicator.rest()
             answers = self._join(connections, make_plan(self.trained.plan.spec.on_servers(servers)))
         except BaseException:
             for hop in hops:
                 hop.connections.close()
             raise
         known = self.connections.moves
-        self._incarnation += move.number - known
+        self.incarnation += move.number - known
         self.connections.moves = move.number
         self.assignment = replace(self.assignment, servers=move.servers)
         former = self.connections.replace(connections.by_server)
@@ -436,7 +407,7 @@ class WorkerRuntime:
             for connection in former:
                 connection.close()
             former = hop.connections.by_server
-            tell_those_between(hop.move, known, lambda servers: self.connect(servers, self._incarnation))
+            tell_those_between(hop.move, known, lambda servers: self.connect(servers, self.incarnation))
             known = hop.move.number
         if self._values.read_at:  # while it starts it may wait for other workers with what it has read
             self._values.move(layouts)
@@ -446,7 +417,7 @@ class WorkerRuntime:
             self._training.grow()
             self._forked = None
             self.trained.forget_whole_tables()
-        self._training.go_on()
+        self._training.communicator.go_on()
 
     def agree_on_norms(self) -> None:
         """Find the norms for which updates wait on the servers."""
@@ -456,18 +427,7 @@ class WorkerRuntime:
 
     @property
     def trains_here(self) -> bool:
-        return self._geo is not None or self._dense is not None
-
-    @property
-    def has_dense(self) -> bool:
-        """Say whether dense parameters, and what optimizers keep of them, are on the workers."""
-        return self._dense is not None
-
-    @property
-    def dense(self) -> DenseTraining:
-        """Return what trains dense parameters on the workers, in a job where it does."""
-        assert self._dense is not None
-        return self._dense
+        return self._geo is not None or self.dense is not None
 
     @property
     def replica(self) -> Replica | None:
@@ -486,7 +446,8 @@ class WorkerRuntime:
         if self._geo is not None:
             self._take_step(partial(self._until_pushed, partial(self._geo.step, update)))
         else:
-            self._take_step(partial(self._step_on_dense, update, if_finite=if_finite))
+            assert self.dense is not None
+            self._take_step(partial(self._step_on_dense, self.dense, update, if_finite=if_finite))
 
     def _take_step(self, take: Callable[[], None]) -> None:
         with self.turns.take():
@@ -514,11 +475,11 @@ class WorkerRuntime:
             self._extend()
         self._edits.send_found(in_step=True)
 
-    def _step_on_dense(self, update: Callable[[], None], *, if_finite: bool) -> None:
-        is_taken = self.dense.begin_step(if_finite=if_finite)
+    def _step_on_dense(self, dense: DenseTraining, update: Callable[[], None], *, if_finite: bool) -> None:
+        is_taken = dense.begin_step(if_finite=if_finite)
         with nullcontext() if is_taken else self.trained.description.tables_aside():
-            self._push_step(lambda: self.dense.take_step(update if is_taken else None))
-        self.dense.end_step()
+            self._push_step(lambda: dense.take_step(update if is_taken else None))
+        dense.end_step()
 
     def _push_step(self, update: Callable[[], None] | None = None) -> None:
         def push() -> None:
@@ -541,6 +502,7 @@ class WorkerRuntime:
 
     def set_synchronized(self, wanted: bool) -> bool:
         """Set whether backwards average dense gradients from now on, and return what it was before."""
+        assert self.dense is not None
         return self.dense.set_synchronized(wanted)
 
     # ---------------------------------------------------------------- a call
@@ -585,14 +547,14 @@ class WorkerRuntime:
     def _finish_interrupted(self, call: str) -> None:
         self._finish_giving_up()
         self._refuse_late(call)
-        self._training.refuse_if_moved()
+        self._training.communicator.refuse_if_moved()
         if self._pusher.is_in_doubt:
             self._edits.find()  # lest they are written over
             self._pusher.finish_interrupted()
         if self._geo is not None:
             self._geo.finish_rows()
-        if self._dense is not None and not self.turns.is_other_thread:
-            self._dense.finish_interrupted()
+        if self.dense is not None and not self.turns.is_other_thread:
+            self.dense.finish_interrupted()
         self.cuts.tell_due()
         self._barrier.finish_interrupted()
 
@@ -628,16 +590,16 @@ class WorkerRuntime:
                 found = self.rows.lookup(wanted, self.progress.completed, self.replica)
             if self._prediction is not None:
                 self._prediction.observe(wanted)
-            self._training.looked_up()
+            self._training.communicator.looked_up()
             return self._edits.laid_over(wanted, found)
 
         return self.in_turn("a look-up", look_up)
 
     def averaged(self, ids: torch.Tensor, values: torch.Tensor) -> torch.Tensor | None:
         """Return the mean over all workers of gradients of rows, where workers have to agree on it."""
-        if self._dense is None or self._dense.group.size == 1 or self.turns.is_other_thread:
+        if self.dense is None or self.dense.group.size == 1 or self.turns.is_other_thread:
             return None
-        return self._dense.averaged(ids, values)
+        return self.dense.averaged(ids, values)
 
     @property
     def most_whole_bytes(self) -> int:
@@ -654,12 +616,12 @@ class WorkerRuntime:
 
         with self.turns.take():
             # What is changed in them begins with all that this worker has done.
-            self.in_turn("a look at all rows", self._training.wait_until_sent)
+            self.in_turn("a look at all rows", self._training.communicator.flush)
             return self._edits.lay_over_whole(handle, self.read_rows("a look at all rows", [handle], read))
 
     def _forked_reader(self) -> ForkedReader:
         if self._forked is None or self._forked.turns.is_fork:
-            self._forked = ForkedReader(self.connections, self.trained, self.progress, self._strategy.mode, self.policy)
+            self._forked = ForkedReader(self.connections, self.trained, self.progress, self.mode, self.policy)
         return self._forked
 
     def _fetch_to_train(self, index: int, ids: Ids) -> Array:
@@ -677,10 +639,6 @@ class WorkerRuntime:
     def _finish_giving_up(self) -> None:
         while self._given_up:
             self._given_up.popleft()()
-
-    @property
-    def mode(self) -> str:
-        return self._strategy.mode
 
     def forget_rows(self) -> None:
         """Forget rows that were fetched ahead, or as a whole: others are there now."""
@@ -719,7 +677,7 @@ class WorkerRuntime:
     def summary(self) -> dict[str, Any]:
         replies = self.in_turn("summary()", lambda: self.connections.ask("summary", survey=pb.Survey()))
         surveys = [reply.message.about for reply in replies]
-        return summary(self.assignment.index, self._strategy.mode, self.progress.steps, surveys, self.read_figures())
+        return summary(self.assignment.index, self.mode, self.progress.steps, surveys, self.read_figures())
 
     def read_figures(self) -> dict[str, float]:
         """Read this worker's figures, from any thread."""
@@ -728,7 +686,7 @@ class WorkerRuntime:
             steps=self.progress.own,
             lockstep=self.policy.shares_steps,
             round_trip_seconds=self.connections.round_trip_s,
-            queue=self._training.queued,
+            queue=self._training.communicator.queued,
             sent_bytes=self.connections.sent_bytes,
             received_bytes=self.connections.received_bytes,
         )
@@ -763,8 +721,8 @@ class WorkerRuntime:
                     return
                 self.finish_interrupted("stop_worker()")
                 self._flush_or_abort()
-                if self._dense is not None:
-                    self._dense.leave()
+                if self.dense is not None:
+                    self.dense.leave()
                 if self.policy.fills_buffers and len(self.connections.by_server) > 1:
                     self.following(self._pusher.part)
                 self.following(lambda: self.connections.ask("goodbye", bye=pb.Bye()))
@@ -814,9 +772,9 @@ class WorkerRuntime:
             handle.end()
         if self._prediction is not None:
             self._prediction.remove()
-        self._training.end()
-        if self._dense is not None:
-            self._dense.close()
+        self._training.communicator.end()
+        if self.dense is not None:
+            self.dense.close()
         self.connections.close()
         self._training.close()
         self._observer.close()

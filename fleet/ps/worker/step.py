@@ -24,7 +24,7 @@ from fleet.numeric.jit import Array
 from fleet.optimizer import hooks_before
 from fleet.ps.consistency.policy import Policy
 from fleet.ps.wire.frame import Frame
-from fleet.ps.worker.communicator import Communicator
+from fleet.ps.worker.communicator import Communicator, IdleCommunicator
 from fleet.ps.worker.gradient_merge import GradientMerge
 from fleet.ps.worker.lookups import RowReader
 from fleet.ps.worker.object_states import OwnStates
@@ -240,13 +240,14 @@ class RemoteTraining:
         self._figures = figures
         self._steps_per_push = policy.steps_per_push(communication.max_merge_var_num)
         self._merge = self._make_merge()
-        self._communicator: Communicator | None = None
+        #: what is done behind the user's thread, from ``start`` on
+        self.communicator = IdleCommunicator()
         self._early: EarlyGradients | None = None
 
     def start(self) -> None:
         """Begin the work beside the user's thread, as the first values are there."""
         if not self._policy.awaits_answers:
-            self._communicator = Communicator(
+            self.communicator = Communicator(
                 self._communication,
                 self._make_merge(),
                 self._pusher.prepare,
@@ -290,17 +291,12 @@ class RemoteTraining:
         """Surround a backward that the step follows at once: its gradients may leave."""
         return nullcontext() if self._early is None else self._early.leaving()
 
-    def looked_up(self) -> None:
-        """Note that the rows of a forward are there."""
-        if self._communicator is not None:
-            self._communicator.looked_up()
-
     def step(self, update: Callable[[], None] | None = None) -> None:
         """Push what this worker's gradients are now, or put them aside for a push that is due later; return with the
         values that the mode lets it go on with. ``update`` is what steps on this worker; an interruption leaves both
         undone, or lets the next call finish the push."""
-        if self._communicator is not None:
-            self._leave_to(self._communicator, update)
+        if isinstance(self.communicator, Communicator):
+            self._leave_to(self.communicator, update)
             return
         push = self._pusher.hold(lambda: self._begun(update))
         if push is not None:
@@ -343,56 +339,16 @@ class RemoteTraining:
 
         return Push(gradients.steps, frames, take, self._trained.plan, gradients)
 
-    def wait_until_sent(self) -> None:
-        """Wait until the servers have what left this worker behind the user's back."""
-        if self._communicator is not None:
-            self._communicator.flush()
-
     def flush(self) -> None:
         """Wait until the servers have applied everything that this worker has computed."""
-        self.wait_until_sent()
+        self.communicator.flush()
         if self._merge.count:
             push = self._pusher.hold(self._made_of_merged)
             if push is not None:
                 self._pusher.deliver(push)
 
-    def drop_fetched(self) -> None:
-        """Drop values that were fetched behind the user's thread and not written yet: the servers have others now."""
-        if self._communicator is not None:
-            self._communicator.drop_fetched()
-
-    # ---------------------------------------------------------------- other servers
-
-    def refuse_if_moved(self) -> None:
-        """Raise if what is done behind the user's thread has met servers that the job has left."""
-        if self._communicator is not None:
-            self._communicator.refuse_if_moved()
-
-    def rest(self) -> None:
-        """Send nothing behind the user's thread; return when nothing is under way."""
-        if self._communicator is not None:
-            self._communicator.rest()
-
-    def go_on(self) -> None:
-        """Send again: other servers are there, or the former ones have stayed."""
-        if self._communicator is not None:
-            self._communicator.go_on()
-
-    @property
-    def queued(self) -> int:
-        """Return how many steps wait to be sent."""
-        return 0 if self._communicator is None else self._communicator.queued
-
-    # ---------------------------------------------------------------- the end
-
-    def end(self) -> None:
-        """Tell the threads to stop; requests under way end with their connections."""
-        if self._communicator is not None:
-            self._communicator.end()
-
     def close(self) -> None:
         """Wait for the threads, when the connections are closed."""
         if self._early is not None:
             self._early.close()
-        if self._communicator is not None:
-            self._communicator.join()
+        self.communicator.join()
