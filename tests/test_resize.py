@@ -21,6 +21,7 @@ from dying import ANSWERED, ENVIRON, MOMENTS, DyingJob, at
 from faults import Action, Fault, FaultyNetwork
 from harness import PATIENT, SOON, Job, run_job, until
 from inside import (
+    communicator_of,
     completed,
     connections,
     exchange,
@@ -1536,6 +1537,39 @@ def go_over(what: str, mode: str | None, tmp_path: Path) -> None:
         if worker == 1 or what in ("save", "load", "prefetch", "grow"):
             calling(what, tmp_path)(fleet, model, optimizer)
         optimizer.minimize(model(IDS_HERE))
+        fleet.barrier_worker()
+
+    job = Resized(body, [0], [1, 2], environ={**PATIENT, "FLEET_HEARTBEAT_S": "5"})
+    job.run()
+    assert job.errors == {}
+
+
+def test_a_look_at_all_rows_goes_over_while_it_waits_for_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They meet servers that the job has left when the look has begun."""
+    queued, moved, flushing = threading.Event(), threading.Event(), threading.Event()
+
+    def body(fleet: Fleet, worker: int) -> None:
+        model = Rows()
+        optimizer = fleet.distributed_optimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), MODES["async"](), model=model
+        )
+        fleet.init_worker()
+        optimizer.minimize(model(IDS_HERE))
+        fleet.barrier_worker()
+        if worker == 0:
+            assert queued.wait(PATIENCE_S)
+            fleet.resize_servers(names([1, 2]))
+            moved.set()
+        else:
+            communicator = communicator_of(fleet)
+            push, flush = communicator._push, communicator.flush
+            monkeypatch.setattr(communicator, "_push", lambda *given: flushing.wait(PATIENCE_S) and push(*given))
+            monkeypatch.setattr(communicator, "flush", lambda: flushing.set() or flush())
+            optimizer.minimize(model(IDS_HERE))
+            queued.set()
+            assert moved.wait(PATIENCE_S)
+            assert model.rows.weight.detach().isfinite().all()
+            assert flushing.is_set()
         fleet.barrier_worker()
 
     job = Resized(body, [0], [1, 2], environ={**PATIENT, "FLEET_HEARTBEAT_S": "5"})
