@@ -61,6 +61,13 @@ MOVES_TO_TWO = Setting(
 )
 
 FOUND = {
+    # A worker that was further in the checkpoint was through and in a barrier, and the other one could not take its
+    # last steps: their clocks began alike.
+    "a job of workers that are apart goes on": Scenario(
+        9201161,
+        Setting("ssp", 2, 1, 5, "SGD", "os", 10000, 0.1, checkpoint_every=2, keeps=True, goes_on=True),
+        (),
+    ),
     # A checkpoint was written, a server forgot so when it lost power, and those that the job moved to did not know
     # that it had been started again: for them the checkpoint was still being written, and nobody could write another.
     "a server that loses power as the job moves": Scenario(

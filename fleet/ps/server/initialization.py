@@ -117,8 +117,13 @@ class Initialization:
         version that its manifest names, and pulls wait as they wait for initial values. A server that does its journal
         over begins to read after that: a snapshot follows, which has to have all of it."""
         spec = job.plans.current.spec
-        job.rounds.gate.resume(dict.fromkeys(range(spec.settings.worker_num), restore.version), {}, restore.version)
         job.progress.go_on_from(restore)
+        # Workers that may be only so far apart are where they were: one that has fewer steps left may be through with
+        # them, and wait for one that has more.
+        is_bounded = job.policy.waits_for_others and not job.policy.shares_steps
+        workers = range(spec.settings.worker_num)
+        clocks = {worker: job.steps_of(worker) if is_bounded else restore.version for worker in workers}
+        job.rounds.gate.resume(clocks, {}, restore.version)
         job.background.finish_checkpoint(restore.id, restore.url)
         job.began = job.record = self.origin
         self._lacking = restore.lacks(spec)
