@@ -38,6 +38,7 @@ from fleet.errors import (
 from fleet.numeric.tensors import WireTensor
 from fleet.plan.plan import make_plan
 from fleet.plan.specs import GroupSpec, JobSpec, PlanSettings
+from fleet.ps.backend import ParameterServerBackend
 from fleet.ps.server.service import Service
 from fleet.ps.table.memory_store import MemoryStore
 from fleet.ps.wire import fleet_pb2 as pb
@@ -291,6 +292,29 @@ def test_a_worker_that_finds_its_job_broken_says_that_it_is_the_cause(mode: str,
     assert cause is not None
     assert cause.process == "worker 0"
     assert cause.why.startswith("ServerLostError: the servers are not at the same step")
+
+
+@pytest.mark.parametrize("error", [ServerLostError, DeadlineError])
+def test_a_worker_that_finds_a_server_lost_is_the_cause(error: type[FleetError], tmp_path: Path) -> None:
+    """Though no server says so; those that are left, and may end first, hear of it from this worker."""
+
+    def body(fleet_: Fleet, index: int) -> None:
+        optimizer = join(fleet_)
+        step(optimizer)
+        if index == 0:
+            backend = fleet_._chosen
+            assert isinstance(backend, ParameterServerBackend)
+            assert backend._worker is not None
+            backend._worker.connections.by_server[1].fail(error("it is gone"))
+        for _ in range(3):
+            step(optimizer)
+
+    job = Job(body, workers=2, servers=2, environ={**PATIENT, "FLEET_RECORD_DIR": str(tmp_path)})
+    job.join(job.start())
+    cause = claimed(tmp_path)
+    assert cause is not None
+    assert cause.process == "worker 0"
+    assert "it is gone" in cause.why
 
 
 def test_whoever_asks_while_a_worker_ends_its_job_hears_what_it_has_found(monkeypatch: pytest.MonkeyPatch) -> None:

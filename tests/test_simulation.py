@@ -37,6 +37,7 @@ from simulation.threads import Condition, Event, Lock, installed
 
 from fleet.ps.table.row_file import Reading, RowFile
 from fleet.ps.table.tiered_store import TieredStore
+from fleet.telemetry.cause import Cause
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -528,8 +529,72 @@ def test_faults_come_to_pass(kind: str, tmp_path: Path) -> None:
         assert outcome.lasted_s > 1.0
 
 
+# ---------------------------------------------------------------- what a launcher decides
+
+
+@pytest.mark.pairs(1)
+@pytest.mark.parametrize("max_restarts", [0, 1])
+@pytest.mark.parametrize("whom", ["worker1", "server1"])
+def test_a_launcher_starts_a_process_again_as_often_as_it_may(max_restarts: int, whom: str, tmp_path: Path) -> None:
+    """Then it ends the job, whose exit code and cause are those of the process that was killed once more."""
+    setting, faults = Setting(steps=8, durable="always"), (Fault(100, KILL, whom, 0.1), Fault(190, KILL, whom, 0.1))
+    for some in (faults[:max_restarts], faults[: max_restarts + 1]):
+        scenario = Scenario(1, setting, some, max_restarts=max_restarts, is_one_machine=True)
+        outcome = run(scenario, tmp_path / "job")
+        wrong = broken(outcome)
+        assert not wrong, wrong
+        (verdict,) = outcome.verdicts
+        assert sum("starting it again" in each for each in verdict.said) == min(len(some), max_restarts)
+        assert verdict.exit_code == (137 if len(some) > max_restarts else 0)
+    named = f"{whom[:-1]} {whom[-1]}"
+    assert verdict.cause is not None
+    assert (verdict.cause.process, verdict.codes[named]) == (named, -9)
+    assert set(verdict.codes.values()) <= {-9, -15, 0, 1}
+    assert outcome.lasted_s < 20.0
+
+
+def test_who_does_not_end_when_it_is_told_to_is_killed(tmp_path: Path) -> None:
+    faults = (Fault(90, PAUSE, "server0", 100.0), Fault(100, KILL, "worker0"))
+    outcome = run(Scenario(1, Setting(), faults, max_restarts=0, is_one_machine=True), tmp_path / "job")
+    (verdict,) = outcome.verdicts
+    assert not outcome.hang
+    assert verdict.codes["server 0"] == -9
+    assert "server 0 still there 10 s after SIGTERM: killing" in verdict.said[-1]
+    assert verdict.exit_code == 137
+    assert not verdict.outlived
+    wrong = broken(outcome)
+    assert not wrong, wrong
+
+
+def test_a_server_that_the_job_has_left_is_told_to_end(tmp_path: Path) -> None:
+    """A grace period after the last worker, which is a good end."""
+    setting = Setting("async", 1, 2, 6, durable="always", moves_at=3, moves_to=1)
+    scenario = Scenario(1, setting, (Fault(130, KILL, "server1", 0.1),), is_one_machine=True)
+    outcome = run(scenario, tmp_path / "job")
+    wrong = broken(outcome)
+    assert not wrong, wrong
+    assert outcome.verdicts[0].codes == {"server 0": 0, "server 1": 0, "worker 0": 0}
+
+
+def test_a_launcher_that_is_wrong_is_seen(tmp_path: Path) -> None:
+    scenario = Scenario(1, Setting(steps=2), is_one_machine=True)
+    outcome = run(scenario, tmp_path / "job")
+    assert not broken(outcome)
+    (verdict,) = outcome.verdicts
+    verdict.codes["worker 1"] = -9
+    verdict.outlived = ["server0"]
+    assert broken(outcome) == [
+        "server0 has outlived its launcher",
+        "a launcher has taken a job to have ended well, in which {'worker 1': 137} had failed",
+    ]
+    verdict.cause, verdict.exit_code, verdict.outlived = Cause("worker 0", "boom"), 3, []
+    assert broken(outcome)[0].startswith("worker 0 is named, with {'worker 1': 137}, and the exit code is 3")
+
+
 # ---------------------------------------------------------------- that it would find what is put in on purpose
 
+
+ONE_LEAVES = Setting("async", 1, 1, 4, durable="always", joins=1, joins_at=1)
 
 ON_PURPOSE = {
     "a worker that starts again goes on after a step that the others are yet to take": Scenario(
@@ -630,6 +695,8 @@ ON_PURPOSE = {
         Setting("async", 1, 1, 8, durable="always", journal_bytes=2000, joins=1, joins_at=2),
         (Fault(80, KILL, "server0", 0.1),),
     ),
+    "a goodbye is not written into the journal": Scenario(1, ONE_LEAVES, (Fault(63, KILL, "server0", 0.1),)),
+    "a worker leaves without an answer to its goodbye": Scenario(1, ONE_LEAVES, (Fault(61, LOST),)),
     "a row that has changed since it was read leaves memory as it was": Scenario(
         1, Setting(workers=1, servers=1, steps=12, rows_in_memory=4)
     ),

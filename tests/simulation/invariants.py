@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -51,6 +52,8 @@ _DROPS = ("gba", "auto")
 _FEW_STEPS = 4
 #: A process has no more requests under way at one server, but for those that look ahead, and for what was repeated.
 _UNDER_WAY = 4
+#: Is what those say that hear of a worker that has ended the job itself.
+_HEARD_OF = re.compile("(worker [0-9]+) failed and ended the job")
 #: End a job whose workers average: where they have begun a step together they cannot go on without one of them, and
 #: what all of them have had is lost with the last.
 _LOST_AMID = ("a worker was lost in the middle of a step", "no worker has the dense parameters any more")
@@ -67,6 +70,7 @@ def broken(outcome: Outcome) -> list[str]:
         *_checkpoints(outcome),
         *_followed(outcome),
         *_acts(outcome),
+        *_launched(outcome),
         *_going_on(outcome.again),
     ]
 
@@ -115,6 +119,29 @@ def _always(outcome: Outcome) -> Iterator[str]:
             yield f"worker {worker} went on after {done} steps, and another one had begun {slowest}"
 
 
+def _launched(outcome: Outcome) -> Iterator[str]:
+    """What a launcher says of a job agrees with what has happened to it, and leaves nobody behind."""
+    errors = {re.sub("([0-9]+)", r" \1", name): error for name, error in outcome.errors.items()}
+    for verdict in outcome.verdicts:
+        named, said = "" if verdict.cause is None else verdict.cause.process, "; ".join(verdict.said)
+        failed = {name: code if code > 0 else 128 - code for name, code in verdict.codes.items() if code}
+        for name in verdict.outlived:
+            yield f"{name} has outlived its launcher"
+        if not verdict.is_done:
+            continue
+        if verdict.exit_code and not failed and named not in verdict.codes:
+            yield f"a launcher has ended a job in which nobody had failed: {said}"
+        if failed and not verdict.exit_code:
+            yield f"a launcher has taken a job to have ended well, in which {failed} had failed"
+        if named in verdict.codes and verdict.exit_code != failed.get(named, 1):
+            yield f"{named} is named, with {failed}, and the exit code is {verdict.exit_code}"
+        heard = _HEARD_OF.match(str(errors.get(named, "")))
+        if heard and heard[1] != named and heard[1] in verdict.codes:
+            yield f"{named} is named as the first to fail, and had heard that {heard[1]} was: {said}"
+        if verdict.exit_code and not outcome.scenario.may_fail and not _is_lost_amid(outcome):
+            yield f"a launcher has ended a job that could go on: {said}"
+
+
 def _held(outcome: Outcome) -> Iterator[str]:
     """What a server holds of requests that wait is bounded, whatever becomes of who has sent them."""
     setting = outcome.scenario.setting
@@ -144,21 +171,26 @@ def _members(outcome: Outcome) -> Iterator[str]:
 def _ends_well(outcome: Outcome) -> Iterator[str]:
     if outcome.scenario.may_fail:
         return
-    if outcome.scenario.leaves_who_is_killed:
-        said = " ".join(map(str, outcome.errors.values()))
-        if any(each in said for each in _LOST_AMID):
-            return
+    if _is_lost_amid(outcome):
+        return
     for name, error in outcome.errors.items():
         if name == FOLLOWER and isinstance(error, TableFileError):  # a server could not read what it was asked for
             continue
         yield f"{name} failed although nothing had befallen the job that may end it: {error}"
 
 
+def _is_lost_amid(outcome: Outcome) -> bool:
+    """Say whether workers that average had begun a step with one that was lost."""
+    said = " ".join(map(str, outcome.errors.values()))
+    return outcome.scenario.leaves_who_is_killed and any(each in said for each in _LOST_AMID)
+
+
 def _when_it_ends_well(outcome: Outcome) -> Iterator[str]:
     """Look at what a job has learnt when all of its workers say that it is done."""
     setting = outcome.scenario.setting
     ends = outcome.told.ends
-    if outcome.errors or outcome.hang or not ends or len(ends) < setting.workers:
+    has_failed = bool(outcome.errors) or any(verdict.exit_code for verdict in outcome.verdicts)
+    if has_failed or outcome.hang or not ends or len(ends) < setting.workers:
         return
     if setting.mode == "geo":  # each has values of its own, which the last exchange has brought together or not
         if not outcome.scenario.may_fail:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from signal import SIGKILL, SIGTERM, Signals
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ import torch._dynamo  # the first optimizer would import it
 
 import fleet.nn
 from fleet import Checkpoints, Fleet
+from fleet.base import exit_guard
 from fleet.base.cluster import Endpoint
 from fleet.checkpoint.inspection import WEIGHT, Problem, Rows, parameters, verify
 from fleet.checkpoint.places import place_at
@@ -31,11 +33,13 @@ from fleet.serving.followed_model import FollowedModel
 from fleet.serving.follower import Follower
 from fleet.serving.server_source import ServerSource
 from fleet.strategy.parameter_server import Strategy, StrategyFactory
+from fleet.telemetry.cause import claim
 
 from . import scenario as kinds
 from .acts import Acts, Kept
 from .disk import Disk, tiny_journals, tiny_tiers, turn_a_bit
 from .groups import Groups
+from .launcher import JOB, Launcher, Verdict
 from .network import Message, Wires
 from .scenario import Fault, Scenario, Setting
 from .scheduler import Process, Scheduler, Thread
@@ -47,8 +51,6 @@ PATIENCE_S = 20 * kinds.DEADLINE_S
 _THINKS_S = (0.0, 0.02)
 #: So long after it has ended by an error a durable server is started again.
 _STARTS_AGAIN_AFTER_S = 0.5
-#: A process that a signal has killed is started again so many times.
-_RESTARTS = 20
 
 #: By mode. What follows is said by a setting: whether workers may join, and where dense parameters are.
 STRATEGIES: dict[str, Callable[..., Strategy]] = {
@@ -195,6 +197,8 @@ class Outcome:
     most_held: Counter[str]
     #: what has come of a job that went on from its checkpoints when this one was over
     again: Outcome | None = None
+    #: what the launcher of each machine has come to
+    verdicts: list[Verdict] = field(default_factory=list)
 
     @property
     def digest(self) -> str:
@@ -214,8 +218,10 @@ class _Life:
     def __init__(self, job: Simulation, name: str, run: Callable[[_Life], None]) -> None:
         self.job = job
         self.name = name
-        self.restarts = 0
+        self.launcher: Launcher | None = None
         self.is_down = True
+        #: whether it is down and is not started again
+        self.is_over = False
         self.process = Process(name)
         self.fleet: Fleet | None = None
         self.disk: Disk | None = None
@@ -224,32 +230,54 @@ class _Life:
     def start(self) -> None:
         self.process = Process(self.name)
         self.process.disk = self.disk
-        self.is_down = False
+        self.is_down = self.is_over = False
         self.thread = Thread(self.job.scheduler, self.process, self._live, self.name)
         self.thread.waiters.append(self.job.watcher)
         self.job.scheduler.start(self.thread)
 
     def _live(self) -> None:
+        returncode = 1
         try:
             self._run(self)
+            returncode = 0
         finally:
             self.job.groups.gone(self.process)
+            if not self.process.is_dead:
+                self._ended(returncode)
+
+    @property
+    def worker(self) -> Any:
+        """Return what has joined the job here, and may not have left it."""
+        chosen = None if self.fleet is None else self.fleet._chosen
+        return None if chosen is None else chosen._worker
 
     @property
     def has_ended(self) -> bool:
-        return not self.is_down and self.thread.has_ended
+        return self.is_over or (not self.is_down and self.thread.has_ended)
 
-    def kill(self, fault: Fault) -> None:
-        """End it as SIGKILL or a power cut does, and start it again some time later."""
-        if self.is_down or self.thread.has_ended or self.restarts >= _RESTARTS:
+    @property
+    def is_there(self) -> bool:
+        """Say whether its main thread runs, and is not just the one that says so."""
+        return not (self.is_down or self.thread.has_ended or self.job.scheduler.current is self.thread)
+
+    def _ended(self, returncode: int) -> None:
+        if self.launcher is not None:
+            self.is_over = self.is_down
+            broke_off = returncode == 0 and self.worker is not None and not self.worker.stopped
+            self.launcher.exited(self.name, returncode, broke_off=broke_off)
+        elif returncode < 0:  # whoever serves a model starts that again
+            self.start()
+
+    def kill(self, fault: Fault, number: Signals = SIGKILL) -> None:
+        """End it as a signal or a power cut does; whoever starts it again hears of it some time later."""
+        if self.is_down or self.thread.has_ended:
             return
         self.is_down = True
-        self.restarts += 1
         self.job.kills[self.name.rstrip("0123456789")] += 1
         scheduler, process = self.job.scheduler, self.process
         self.job.wires.forget(process, silently=fault.kind == kinds.POWER)
         self.job.groups.gone(process, silently=fault.kind == kinds.POWER)
-        scheduler.at(fault.for_s, self.start)
+        scheduler.at(fault.for_s, partial(self._ended, -number))
 
         def unwind() -> None:
             scheduler.unwind(process)
@@ -260,6 +288,29 @@ class _Life:
             loses_power, turns_a_bit = fault.kind == kinds.POWER, fault.kind == kinds.BIT
             self.disk.killed(unwind, loses_power=loses_power, turns_a_bit=turns_a_bit)
         scheduler.leave(process)
+
+    def signal(self, number: Signals) -> None:
+        """Do what comes of its launcher's signal, on a thread: it may come while nobody's thread runs."""
+        if not self.is_there:
+            return
+        name, scheduler = f"{self.name}-{number.name}", self.job.scheduler
+        killed = partial(self.kill, Fault(0, kinds.KILL, self.name))
+        if number == SIGKILL:
+            scheduler.start(Thread(scheduler, Process("launcher"), killed, name))
+        else:
+            scheduler.start(Thread(scheduler, self.process, self._told_to_end, name))
+
+    def _told_to_end(self) -> None:
+        """End in order if it serves; else say so, as the guard of a worker does, and die."""
+        if self.process.on_sigterm is not None:
+            self.process.on_sigterm()
+            return
+        worker, scheduler = self.worker, self.job.scheduler
+        if worker is not None:
+            telling = Thread(scheduler, self.process, lambda: worker.end("it was ended by SIGTERM"), self.name)
+            scheduler.start(telling)
+            scheduler.join(telling, exit_guard.TELLING_S)
+        self.kill(Fault(0, kinds.KILL, self.name), SIGTERM)
 
 
 class Simulation:
@@ -277,6 +328,7 @@ class Simulation:
         self.told = Told() if before is None else Told(kept=Kept(models=before.told.kept.models))
         self.kills: Counter[str] = Counter()
         self.struck: list[tuple[float, Fault]] = []
+        folder.mkdir(parents=True, exist_ok=True)
         self._moments = 0
         self._draw = random.Random(f"damage {scenario.seed}")
         #: whether a worker has no step left, and whether all are saying goodbye
@@ -287,9 +339,10 @@ class Simulation:
         self.lives = {name: _Life(self, name, acts[name.rstrip("0123456789")]) for name in setting.names}
         self._first = [self.lives[f"worker{index}"] for index in range(setting.workers)]
         self._joining = [self.lives[f"worker{setting.workers + index}"] for index in range(setting.joins)]
+        self._launchers = self._launch()
         self._endpoints = _endpoints(setting.servers)
         self._environ = {
-            "FLEET_JOB_ID": "simulated again" if self._goes_on else "simulated",
+            "FLEET_JOB_ID": f"{JOB} again" if self._goes_on else JOB,
             "FLAGS_rpc_deadline": f"{kinds.DEADLINE_S * 1000:.0f}",
             "FLEET_HEARTBEAT_S": f"{kinds.HEARTBEAT_S}",
             # A server to which the job may move waits for that.
@@ -301,6 +354,29 @@ class Simulation:
             for life in self.lives.values():
                 if life.name.startswith("server"):
                     life.disk = Disk(folder / life.name, f"{scenario.seed} {life.name}", self._moment, setting.sync_s)
+
+    def _launch(self) -> list[Launcher]:
+        """Give every process a launcher: one for all that the job begins with, or each its own, as on machines of their
+        own."""
+        setting, scenario = self.setting, self.scenario
+        # A model that is served is no part of the job.
+        apart = [life for life in self.lives.values() if life.name != kinds.FOLLOWER]
+        together = [self.lives[f"server{index}"] for index in range(setting.servers)] + self._first
+        machines = [[life] for life in apart if not (scenario.is_one_machine and life in together)]
+        if scenario.is_one_machine:
+            machines.insert(0, together)
+        launchers = []
+        for lives in machines:
+            launcher = Launcher(
+                self.scheduler, lives, setting.workers, scenario.max_restarts, self.folder, self._wake_watcher
+            )
+            launchers.append(launcher)
+            for life in lives:
+                life.launcher = launcher
+        return launchers
+
+    def _wake_watcher(self) -> None:
+        self.scheduler.wake(self.watcher)
 
     # ---------------------------------------------------------------- what its processes do
 
@@ -329,7 +405,7 @@ class Simulation:
         here.init_server()
         try:
             here.run_server()
-        except TableFileError:  # a durable one is started again, and makes its rows anew
+        except TableFileError:  # a durable one makes its rows anew when it is started again, as after a signal
             if self.setting.durable:
                 life.kill(Fault(0, kinds.KILL, life.name, _STARTS_AGAIN_AFTER_S))
             raise
@@ -423,7 +499,10 @@ class Simulation:
         if self.setting.mode != "auto":
             here.barrier_worker()
         self.told.through.add(here.worker_index())
+        others = [life for life in self._first if life.name != f"worker{here.worker_index()}"]
         while self.setting.mode == "auto" and len(self.told.through) < self.setting.workers:
+            if self._is_over(others):
+                break
             self.scheduler.block(0.01)
 
     def _checkpoints(self, here: Fleet, state: dict[str, Any] | None) -> Checkpoints | None:
@@ -515,7 +594,7 @@ class Simulation:
     # ---------------------------------------------------------------- the run
 
     def run(self) -> Outcome:
-        with installed(self.scheduler, self.scenario.seed), pytest.MonkeyPatch.context() as patch:
+        with installed(self.scheduler, self.scenario.seed, self._claim), pytest.MonkeyPatch.context() as patch:
             tiny_journals(patch, self.setting.journal_bytes)
             self._note_members(patch)
             if self.setting.rows_in_memory:
@@ -523,7 +602,7 @@ class Simulation:
             for life in self.lives.values():
                 life.start()
             until = PATIENCE_S
-            needed = [life for life in self.lives.values() if not self.scenario.may_be_left(life.name)]
+            needed = [life for life in self.lives.values() if not self._may_be_left(life)]
             while self.scheduler.now < until and not all(life.has_ended for life in needed):
                 self.scheduler.block(until - self.scheduler.now)
             hang = [life.name for life in needed if not life.has_ended]
@@ -547,13 +626,25 @@ class Simulation:
             lasted_s,
             self.scheduler.turns,
             self.wires.most_held,
+            verdicts=[launcher.verdict for launcher in self._launchers],
         )
+
+    def _may_be_left(self, life: _Life) -> bool:
+        """Say whether nobody waits for its end. A launcher of several processes ends what is left."""
+        is_alone = not self.scenario.is_one_machine or life.launcher is not self._launchers[0]
+        return is_alone and self.scenario.may_be_left(life.name)
+
+    def _claim(self, _: str, *word: str) -> None:
+        """Note a cause where launchers look for it, though no other records are kept."""
+        claim(str(self.folder), *word)
 
     def _note_members(self, patch: pytest.MonkeyPatch) -> None:
         serve = ServerRuntime.run
 
         def noting(server: ServerRuntime) -> None:
             serve(server)
+            if not server._service.end.over or server._service.failure is not None:  # it was told to end
+                return
             stand = {worker: standing for worker, standing, *_ in server._service._members.glance(0.0)}
             self.told.members[self.scheduler.current.process.name] = stand
 

@@ -34,7 +34,7 @@ from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.transport import TransportError
 from fleet.ps.worker import dense_training
 from fleet.ps.worker.communicator import Communicator
-from fleet.ps.worker.connection import PendingRequest
+from fleet.ps.worker.connection import Connections, PendingRequest
 from fleet.ps.worker.dense_group import DenseGroup
 from fleet.ps.worker.progress import Progress
 
@@ -244,6 +244,12 @@ def _() -> Iterator[None]:
         yield
 
 
+@fault("a goodbye is not written into the journal")
+def _() -> Iterator[None]:
+    with kept_except("bye"):
+        yield
+
+
 # ---------------------------------------------------------------- what a server does
 
 
@@ -396,6 +402,17 @@ def _() -> Iterator[None]:
             put_in(self, gradients)
 
     with put(Communicator, "await_room", lambda self: None), put(Communicator, "put", put_or_drop):
+        yield
+
+
+@fault("a worker leaves without an answer to its goodbye")
+def _() -> Iterator[None]:
+    ask = Connections.ask
+
+    def ask_or_leave(self: Connections, what: str, *args: Any, **word: Any) -> Any:
+        return self.farewell(**word) if what == "goodbye" else ask(self, what, *args, **word)
+
+    with put(Connections, "ask", ask_or_leave):
         yield
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import dataclass, replace
 
 MESSAGE_FAULTS = LOST, UNANSWERED, TWICE = "lost", "unanswered", "twice"
@@ -25,6 +26,9 @@ DEADLINE_S = 60.0
 HEARTBEAT_S = 1.0
 #: The longest that one of its misfortunes lasts. A few at once are still shorter than the deadline.
 LONGEST_S = 6.0
+
+#: More restarts than a job needs.
+MANY = 20
 
 #: A process that serves a model which follows the job.
 FOLLOWER = "follower0"
@@ -135,6 +139,10 @@ class Scenario:
     faults: tuple[Fault, ...] = ()
     #: how likely a thread gives way where it takes a lock
     preemption: float = 0.0
+    #: so many times the launcher starts a process again that a signal has killed
+    max_restarts: int = MANY
+    #: all that the job begins with has one launcher, which ends it as a whole; else each process has its own
+    is_one_machine: bool = False
 
     @property
     def may_fail(self) -> bool:
@@ -142,7 +150,8 @@ class Scenario:
         kinds = {fault.kind for fault in self.faults}
         is_mortal = not self.setting.durable
         loses_state = POWER in kinds and self.setting.durable != "always"
-        return bool(kinds & {BIT, FULL, LIES}) or loses_state or (is_mortal and self._kills_a_server)
+        is_killed = bool(kinds & {BIT, FULL, LIES}) or loses_state or (is_mortal and self._kills_a_server)
+        return is_killed or self._is_given_up
 
     def may_be_left(self, name: str) -> bool:
         """Say whether a process may be there when the job is over, and nobody needs it: a server to which the job never
@@ -156,6 +165,13 @@ class Scenario:
         """Say whether workers that average may be through before one that was killed has started again."""
         killed = [fault for fault in self.faults if fault.kind in (KILL, POWER) and fault.whom.startswith("worker")]
         return self.setting.dense == ALL_REDUCE and bool(killed)
+
+    @property
+    def _is_given_up(self) -> bool:
+        """Say whether a process may be killed once more than it is started again."""
+        killed = Counter(fault.whom for fault in self.faults if fault.kind in (KILL, POWER, ROWS))
+        killed.pop(FOLLOWER, None)
+        return any(times > self.max_restarts for times in killed.values())
 
     @property
     def _kills_a_server(self) -> bool:
@@ -196,7 +212,9 @@ def drawn(seed: int, *, share: float = 0.05) -> Scenario:
         faults = tuple(sorted((*faults, Fault(draw_more.randrange(moments_of(setting)), ROWS, whom))))
     setting = _draw_script(setting, random.Random(f"script {seed}"))
     setting = _draw_acts(setting, faults, random.Random(f"acts {seed}"))
-    return Scenario(seed, setting, faults, draw.choice((0.0, 0.01, 0.1)))
+    draw_launcher = random.Random(f"launcher {seed}")
+    max_restarts, is_one_machine = draw_launcher.choice((MANY, MANY, MANY, 1, 0)), draw_launcher.random() < 0.5
+    return Scenario(seed, setting, faults, draw.choice((0.0, 0.01, 0.1)), max_restarts, is_one_machine)
 
 
 def _draw_script(setting: Setting, draw: random.Random) -> Setting:

@@ -32,6 +32,8 @@ class Process:
         self.wall_offset_s = 0.0
         #: what its machine keeps, if it keeps anything
         self.disk: Any = None
+        #: what it does when it is told to end, if it does not just die
+        self.on_sigterm: Callable[[], object] | None = None
 
 
 class Thread(threading.Thread):

@@ -11,6 +11,7 @@ import os
 import pkgutil
 import random
 import secrets
+import signal
 import sys
 import tempfile
 import threading
@@ -26,9 +27,11 @@ import fleet
 from fleet.base import exit_guard
 from fleet.numeric import jit
 from fleet.numeric.elementary import find_elementary_functions
+from fleet.ps.server import runtime as server_runtime
 from fleet.ps.table.stores import TieredStores
 from fleet.ps.worker import dense_group
 from fleet.serving import readers
+from fleet.telemetry import cause
 
 from .disk import stands_for_os
 from .scheduler import Killed, Scheduler, Thread
@@ -413,6 +416,22 @@ def _compile(work: Callable[[], Any]) -> Any:
         here.until_next = until_next
 
 
+@contextlib.contextmanager
+def _sigterm_ends(_: Callable[[str], None], end: Callable[[str], None]) -> Iterator[list[int]]:
+    """Do what a server does in its main thread, in every simulated one."""
+    process, received = scheduler().check().process, list[int]()
+
+    def on_sigterm() -> None:
+        received.append(signal.SIGTERM)
+        end("signal SIGTERM")
+
+    process.on_sigterm = on_sigterm
+    try:
+        yield received
+    finally:
+        process.on_sigterm = None
+
+
 def _drawn_secrets(seed: int) -> _Stands:
     draw = random.Random(f"secrets {seed}")
 
@@ -443,8 +462,9 @@ _places: list[tuple[dict[str, Any], str, Any]] = []
 
 
 @contextlib.contextmanager
-def installed(running: Scheduler, seed: int) -> Iterator[None]:
-    """Let all of Fleet wait on this scheduler, and draw from this seed, while the context is entered."""
+def installed(running: Scheduler, seed: int, claims: Callable[..., None] = cause.claim) -> Iterator[None]:
+    """Let all of Fleet wait on this scheduler, draw from this seed, and note by ``claims`` who has ended a job, while
+    the context is entered."""
     stands: dict[int, Any] = {
         id(atexit): _STANDS_FOR_ATEXIT,
         id(threading): _STANDS_FOR_THREADING,
@@ -455,6 +475,8 @@ def installed(running: Scheduler, seed: int) -> Iterator[None]:
         id(futures.ThreadPoolExecutor): ThreadPoolExecutor,
         id(futures.wait): wait,
         id(jit._undisturbed): _compile,
+        id(server_runtime._signals_end): _sigterm_ends,
+        id(cause.claim): claims,
         id(dense_group._own_store): lambda host: running.groups.own_store(host),
         id(dense_group.TCPStore): lambda host, port, **options: running.groups.store(host, port, **options),
         id(dense_group.PrefixStore): lambda prefix, store: running.groups.prefixed(prefix, store),

@@ -49,6 +49,8 @@ MISSED_BEATS = 2
 
 #: After one of these there is nothing to ask the server any more.
 FATAL = (JobAbortedError, ServerLostError, IdentityError)
+#: With these a worker finds that it cannot go on, unless a server says by one that the job is over.
+_OWN_FINDINGS = (DeadlineError, ServerLostError)
 
 
 class Together(NamedTuple):
@@ -584,7 +586,8 @@ class Connections:
 
     def claim_cause(self, reason: str) -> None:
         """Note that this worker ends the job, unless it follows the failure of another one."""
-        if self.is_healthy:
+        ends = [each.failure for each in self.by_server if each.is_over]
+        if self._is_joined and all(isinstance(end, _OWN_FINDINGS) and not end.ends_job for end in ends):
             self._claim(reason)
 
     def end_job(self, error: FleetError) -> None:
@@ -623,9 +626,11 @@ class Connections:
     @property
     def is_healthy(self) -> bool:
         """Say whether this worker is in the job, and has heard of no end of it."""
-        return any(connection.is_joined for connection in self.by_server) and not any(
-            connection.is_over for connection in self.by_server
-        )
+        return self._is_joined and not any(connection.is_over for connection in self.by_server)
+
+    @property
+    def _is_joined(self) -> bool:
+        return any(connection.is_joined for connection in self.by_server)
 
     @property
     def sent_bytes(self) -> int:
