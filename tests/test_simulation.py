@@ -574,6 +574,7 @@ def test_a_server_that_the_job_has_left_is_told_to_end(tmp_path: Path) -> None:
     wrong = broken(outcome)
     assert not wrong, wrong
     assert outcome.verdicts[0].codes == {"server 0": 0, "server 1": 0, "worker 0": 0}
+    assert outcome.verdicts[0].said[-1].startswith("server 1 still running 10 s after the last worker ended")
 
 
 def test_a_launcher_that_is_wrong_is_seen(tmp_path: Path) -> None:

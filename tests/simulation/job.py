@@ -712,7 +712,8 @@ def run(scenario: Scenario, folder: Path) -> Outcome:
     try:
         job = Simulation(scenario, folder)
         outcome = job.run()
-        if scenario.setting.goes_on and not outcome.hang:
+        # Checkpoints lack the steps of a worker that the others have gone on without.
+        if scenario.setting.goes_on and not (outcome.hang or scenario.is_given_up):
             job.forget_later_half()
             again = replace(scenario, setting=replace(scenario.setting, goes_back_at=0), faults=())
             outcome.again = Simulation(again, folder / "again", job).run()

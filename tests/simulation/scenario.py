@@ -151,7 +151,7 @@ class Scenario:
         is_mortal = not self.setting.durable
         loses_state = POWER in kinds and self.setting.durable != "always"
         is_killed = bool(kinds & {BIT, FULL, LIES}) or loses_state or (is_mortal and self._kills_a_server)
-        return is_killed or self._is_given_up
+        return is_killed or self.is_given_up
 
     def may_be_left(self, name: str) -> bool:
         """Say whether a process may be there when the job is over, and nobody needs it: a server to which the job never
@@ -167,7 +167,7 @@ class Scenario:
         return self.setting.dense == ALL_REDUCE and bool(killed)
 
     @property
-    def _is_given_up(self) -> bool:
+    def is_given_up(self) -> bool:
         """Say whether a process may be killed once more than it is started again."""
         killed = Counter(fault.whom for fault in self.faults if fault.kind in (KILL, POWER, ROWS))
         killed.pop(FOLLOWER, None)

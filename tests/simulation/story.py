@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from .job import Outcome
-from .scenario import FOLLOWER, MESSAGE_FAULTS, Fault, Scenario, moments_of
+from .scenario import FOLLOWER, MANY, MESSAGE_FAULTS, Fault, Scenario, moments_of
 
 #: What of a run is tried while a scenario is made shorter.
 _MOST_TRIALS = 150
@@ -58,6 +58,10 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
     last = max((fault.moment for fault in scenario.faults), default=0)
     if scenario.preemption:
         yield replace(scenario, preemption=0.0)
+    if scenario.is_one_machine:
+        yield replace(scenario, is_one_machine=False)
+    if scenario.max_restarts < MANY:
+        yield replace(scenario, max_restarts=MANY)
     if setting.moves_at:
         yield replace(scenario, setting=replace(setting, moves_at=0, moves_to=0))
     if setting.joins and f"worker{setting.all_workers - 1}" not in {fault.whom for fault in scenario.faults}:
@@ -90,8 +94,11 @@ def told(outcome: Outcome, wrong: Sequence[str], *, heartbeats: bool = False) ->
     """Return what has happened, as text: a column for each process, an arrow for each message."""
     scenario = outcome.scenario
     lines = [
-        f"seed {scenario.seed}: {scenario.setting}, preemption {scenario.preemption:g}",
+        f"seed {scenario.seed}: {scenario.setting}, preemption {scenario.preemption:g}, "
+        f"max_restarts {scenario.max_restarts}, is_one_machine {scenario.is_one_machine}",
         *(f"  {fault}" for fault in scenario.faults),
+        "",
+        *(f"[fleetrun] {each}" for verdict in outcome.verdicts for each in verdict.said),
         "",
         *(f"WRONG: {each}" for each in wrong),
         "",
