@@ -566,17 +566,6 @@ def test_who_does_not_end_when_it_is_told_to_is_killed(tmp_path: Path) -> None:
     assert not wrong, wrong
 
 
-def test_a_server_that_the_job_has_left_is_told_to_end(tmp_path: Path) -> None:
-    """A grace period after the last worker, which is a good end."""
-    setting = Setting("async", 1, 2, 6, durable="always", moves_at=3, moves_to=1)
-    scenario = Scenario(1, setting, (Fault(130, KILL, "server1", 0.1),), is_one_machine=True)
-    outcome = run(scenario, tmp_path / "job")
-    wrong = broken(outcome)
-    assert not wrong, wrong
-    assert outcome.verdicts[0].codes == {"server 0": 0, "server 1": 0, "worker 0": 0}
-    assert outcome.verdicts[0].said[-1].startswith("server 1 still running 10 s after the last worker ended")
-
-
 def test_a_launcher_that_is_wrong_is_seen(tmp_path: Path) -> None:
     scenario = Scenario(1, Setting(steps=2), is_one_machine=True)
     outcome = run(scenario, tmp_path / "job")
