@@ -62,6 +62,12 @@ MOVES_TO_TWO = Setting(
 )
 
 FOUND = {
+    # One server had let the job go to others and one had not, as a worker called shrink(): it ended the job.
+    "a call that is made once for all meets servers that the job has left": Scenario(
+        382,
+        Setting("async", 2, 2, 10, "Adam", "interval", 2000, 0.0, moves_at=1, moves_to=3, life="count"),
+        (Fault(231, KILL, "worker0", 0.04),),
+    ),
     # A worker that was further in the checkpoint was through and in a barrier, and the other one could not take its
     # last steps: their clocks began alike.
     "a job of workers that are apart goes on": Scenario(

@@ -70,7 +70,8 @@ def once(worker: WorkerRuntime, name: str, act: Callable[[dict[str, Any]], None]
         return
 
     with telling(release):
-        act({"name": name, **json.loads(claim.message.about)})
+        # Where the job moves amid it, as where this worker is lost, it is done again from the beginning.
+        worker.following(lambda: act({"name": name, **json.loads(claim.message.about)}))
 
 
 @contextlib.contextmanager
