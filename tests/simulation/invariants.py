@@ -71,15 +71,17 @@ def broken(outcome: Outcome) -> list[str]:
         *_followed(outcome),
         *_acts(outcome),
         *_launched(outcome),
-        *_going_on(outcome.again),
+        *_going_on(outcome),
     ]
 
 
-def _going_on(again: Outcome | None) -> Iterator[str]:
-    """A job goes on from a checkpoint as if it had not ended. Where steps are not common to all, it is of none."""
+def _going_on(outcome: Outcome) -> Iterator[str]:
+    """A job goes on from a checkpoint as if it had not ended. Where steps are not common to all, it is of none; and it
+    lacks what was lost with a worker that others went on without."""
+    again = outcome.again
     if again is not None:
-        in_step = again.scenario.setting.mode in _IN_STEP
-        for each in broken(again) if in_step else (*_always(again), *_ends_well(again), *_acts(again)):
+        is_whole = again.scenario.setting.mode in _IN_STEP and not outcome.scenario.leaves_who_is_killed
+        for each in broken(again) if is_whole else (*_always(again), *_ends_well(again), *_acts(again)):
             yield f"going on: {each}"
 
 
