@@ -100,7 +100,10 @@ def load_state(worker: CollectiveWorker, model: object, state: object) -> None:
         raise ArgumentTypeError("model must be a torch.nn.Module", got=type(model).__name__)
     if not isinstance(state, Mapping):
         raise ArgumentTypeError("state must be a dict of tensors by name", got=type(state).__name__)
-    before = {name: copy.deepcopy(value) for name, value in model.state_dict().items()}
+    before = {
+        name: value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+        for name, value in model.state_dict().items()
+    }
     try:
         model.load_state_dict(state, strict=True)
     except RuntimeError as error:  # it names each parameter, with both shapes, and has copied what fits

@@ -192,7 +192,7 @@ class DirectCall:
             return reply
         except OSError as error:
             # Without a limit of ours it is TCP's own: the other machine has not answered for long.
-            timed_out = isinstance(error, TimeoutError) and self._timeout_s is not None
+            timed_out = isinstance(error, TimeoutError) and error.errno is None and self._timeout_s is not None
             raise TransportError(f"no reply within {self._timeout_s:g} s" if timed_out else str(error)) from None
         finally:
             # The connection may carry the next request by now: another call of this gets nothing from it.

@@ -24,8 +24,8 @@ _MAX_BUFFERS = 1024
 _LOCAL_BUFFER = 4 << 20
 
 #: A request may be parked for long. What is between the machines must not forget the connection meanwhile, and if it
-#: has, both ends should know within a minute: who waits, and who has sent what nobody acknowledges, which the system
-#: alone would repeat for a quarter of an hour.
+#: has, both ends should know within a minute: who waits, and who has sent what nobody acknowledges, or reads, which the
+#: system alone would repeat for a quarter of an hour.
 _KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 60_000}
 
 M = TypeVar("M", pb.Request, pb.Reply)

@@ -301,7 +301,7 @@ class DenseTraining:
         if len(have) > 1:  # now, as one that leaves is still there
             self._agree_on_options(done.workers[0])
         buffers = buffers_to_share(self._buffered)
-        if buffers and done.workers:
+        if done.workers and (buffers or done.marked[-1]):  # one that has none any more hears of it from the others
             try:
                 if done.marked[-1]:
                     self._agree_on_buffers(done.workers[0])

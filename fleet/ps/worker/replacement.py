@@ -95,9 +95,9 @@ def _load_state(worker: WorkerRuntime, model: torch.nn.Module, state: Mapping[st
     with torch.no_grad():
         for mine, value in found.local:
             mine.copy_(value)
-    for module, value in found.extra:
-        module.set_extra_state(value)
     worker.reload_in_turn()
+    for module, value in found.extra:  # the last, as it is a script's own code
+        module.set_extra_state(value)
 
 
 def _attempt(worker: WorkerRuntime, granted: dict[str, Any]) -> str:
@@ -136,8 +136,11 @@ class _Sorted:
                 continue
             wanted.add(name)
             of_module, _, key = name.rpartition(".")
-            if key == _EXTRA_STATE_KEY_SUFFIX and name in state:
-                self.extra.append((model.get_submodule(of_module), state[name]))
+            if key == _EXTRA_STATE_KEY_SUFFIX:
+                if name in state:
+                    self.extra.append((model.get_submodule(of_module), state[name]))
+                else:
+                    self._problems.append(f"{name!r}: in the model, absent in the state")
                 continue
             value = self._checked(name, state, tuple(mine.shape))
             if value is not None and id(mine) in params:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -518,7 +518,7 @@ class WorkerRuntime:
         with self.turns.take():
             return self.following(finish_and_act)
 
-    def read_rows(self, call: str, handles: Iterable[TableHandle], read: Callable[[], T]) -> T:
+    def read_rows(self, call: str, handles: Collection[TableHandle], read: Callable[[], T]) -> T:
         """Return what ``read`` returns in its turn: what servers have of these tables, or the request for it."""
 
         def act() -> T:
