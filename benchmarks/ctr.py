@@ -305,20 +305,20 @@ def draw(folder: Path, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     steps = {}
     for kind in shown:
         by_name = {row["system"]: row for row in rows[kind.name] if row["1000 examples/s"]}
-        steps[kind.name] = {name: parts(kind, by_name[name]) for name in SYNCHRONOUS if name in by_name}
+        steps[kind.name] = {
+            name: took for each in SYNCHRONOUS if each in by_name for name, took in parts(kind, by_name[each]).items()
+        }
     if steps and all(steps.values()):
         draw_stacks(folder / "synchronous-step.svg", steps, title="A synchronous step", x="microseconds")
 
 
-def parts(kind: Kind, row: Mapping[str, Any]) -> dict[str, float]:
-    """What the worker's main thread does in a step. What a server does while nobody waits for it is in none of them."""
-    waiting = kind.batch * row["waiting us/example"]
-    serving = min(waiting, kind.batch * (row["server us/example"] or 0.0))
-    return {
-        "worker computes": kind.batch / row["1000 examples/s"] * 1000 - waiting,
-        "waits for the server": serving,
-        "waits for the wire, and to be woken": waiting - serving,
-    }
+def parts(kind: Kind, row: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """What the worker's main thread does in a step, and below it its server, which also computes while nobody waits."""
+    waits, serves = kind.batch * row["waiting us/example"], kind.batch * (row["server us/example"] or 0.0)
+    worker = {"computes": kind.batch / row["1000 examples/s"] * 1000 - waits, "waits": waits}
+    return {row["system"]: worker} | (
+        {f"{row['system']}, server": {"computes": serves, "waits": 0.0}} if serves else {}
+    )
 
 
 if __name__ == "__main__":

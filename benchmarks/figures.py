@@ -69,7 +69,7 @@ def draw_stacks(path: Path, groups: Mapping[str, Mapping[str, Mapping[str, float
     """A panel for each group, with a bar for each name in it that is made of parts. All bars have the same parts."""
     pyplot = _pyplot()
     figure, panels = pyplot.subplots(
-        len(groups), 1, figsize=(6.4, 0.8 + 2.0 * len(groups)), layout="constrained", squeeze=False
+        len(groups), 1, figsize=(6.4, 0.8 + 2.6 * len(groups)), layout="constrained", squeeze=False
     )
     for (axes,), (group, bars) in zip(panels, groups.items(), strict=True):
         ends = dict.fromkeys(bars, 0.0)
