@@ -92,6 +92,10 @@ NOT_WITH = {
             "a table's weight taken out",
         ),
         "an average made before the job",
+        *(
+            "`torch.ao.quantization.quantize_dynamic",
+            "`type(copy.deepcopy(model).table)",
+        ),  # its tables were never torch's
     ),
 }
 #: Run by default too.
