@@ -1520,6 +1520,48 @@ def test_parameters_may_join_in_the_first_call_after_a_move(tmp_path: Path) -> N
     go_over("grow", None, tmp_path)
 
 
+@pytest.mark.parametrize("by", ["a call", "a step"])
+@pytest.mark.parametrize("dense", ["servers", "all_reduce"])
+@pytest.mark.pairs(2)
+def test_parameters_have_joined_though_servers_have_left_amid_it(by: str, dense: str) -> None:
+    """The call, or the step, is made again, and is done with what it had begun."""
+
+    def body(fleet: Fleet, worker: int) -> tuple[list[float], list[float]]:
+        model, head = Rows(), torch.nn.Linear(2, 1)
+        model.scale = torch.nn.Parameter(torch.ones(()))
+        late = fleet_package.nn.Embedding(None, 2, initializer="zeros")
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        strategy = StrategyFactory.create_sync_strategy(dense=dense)
+        optimizer = fleet.distributed_optimizer(sgd, strategy, model=model)
+        fleet.init_worker()
+        optimizer.minimize(model(IDS_HERE) * model.scale)
+        values = worker_of(fleet)._values
+        fetch, calls = values.fetch, iter([ServersMovedError("the job has moved to other servers")])
+
+        def moved(*given: Any, **named: Any) -> Any:
+            for error in calls:
+                raise error
+            return fetch(*given, **named)
+
+        with torch.no_grad():
+            for param in head.parameters():
+                param.fill_(1.0)
+        values.fetch = moved
+        if by == "a call":
+            optimizer.add_param_group({"params": [*head.parameters(), late.weight], "lr": 0.5})
+        else:  # a table that joins so has nowhere to look its rows up before
+            sgd.add_param_group({"params": [*head.parameters()], "lr": 0.5})
+        for _ in range(2):
+            optimizer.zero_grad()
+            head(late(torch.tensor([3])) if by == "a call" else torch.zeros(1, 2)).sum().backward()
+            optimizer.step()
+        fleet.barrier_worker()
+        with torch.no_grad():
+            return head.bias.tolist(), late(torch.tensor([3])).flatten().tolist() if by == "a call" else [-1.0, -1.0]
+
+    assert run_job(body, 2, 2) == [([0.0], [-1.0, -1.0])] * 2
+
+
 def go_over(what: str, mode: str | None, tmp_path: Path) -> None:
     """Make a call as the first one after the job has moved, of which its worker has not heard."""
     goes_on = threading.Event()

@@ -79,10 +79,14 @@ def hand_round(tensors: Sequence[torch.Tensor], send: Callable[[torch.Tensor], N
         send(flat.view(torch.uint8))  # Gloo knows few element types
         if not gives:
             for tensor, values in zip(some, flat.split_with_sizes([tensor.numel() for tensor in some]), strict=True):
-                values = values.view(tensor.shape)
                 # A graph that has saved a buffer would refuse another backward, though it is what it was.
-                if not (tensor.is_cpu and torch.equal(tensor, values)):
-                    tensor.detach().copy_(values)
+                if not (tensor.is_cpu and torch.equal(_bits(tensor), _bits(values))):
+                    tensor.detach().copy_(values.view(tensor.shape))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what tells zeros of either sign apart, and no NaN from itself."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def outline(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:

@@ -111,7 +111,7 @@ class Reducer:
         self._nodes = [_accumulator(param) for param in self._params]
         self._handles = [node.register_prehook(partial(self._arrive, index)) for index, node in enumerate(self._nodes)]
         self._reducer: Any = _make(travelling, [*names, "census"], group.everyone)
-        self._lie = layouts(self._params)
+        self._note_layouts()
         _register_comm_hook(self._reducer, None, self._begin_bucket)
 
     @_with_gradients
@@ -229,9 +229,9 @@ class Reducer:
         """Return a bucket's new content as torch reads it: by how parameters lie now, though a script may have laid
         them out anew since the bucket was made."""
         params = bucket.parameters()
-        now, lie = layouts(params), self._lie
-        if all(now.get(id(param)) == lie.get(id(param)) for param in params):
+        if all(self._strides[id(param)] == param.stride() for param in params):
             return content
+        now, lie = layouts(params), self._lie
         moved = torch.empty_like(content)
         for (_, to), (_, gradient) in zip(
             gradients_in(bucket, now, moved), gradients_in(bucket, lie, content), strict=True
@@ -307,7 +307,11 @@ class Reducer:
 
     def _rebuild_buckets(self) -> None:
         if self._reducer._rebuild_buckets():
-            self._lie = layouts(self._params)  # a script may have laid out its model anew
+            self._note_layouts()  # a script may have laid out its model anew
+
+    def _note_layouts(self) -> None:
+        self._lie = layouts(self._params)
+        self._strides = {id(param): param.stride() for param in (*self._params, self._census)}
 
     def _read_census(self, counted: Sequence[float], divided_by: int, of: Sequence[torch.nn.Parameter]) -> Round:
         """Read the census of these parameters, which may have been divided, and correct the gradients where not all was

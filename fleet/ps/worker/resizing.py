@@ -211,6 +211,9 @@ class Copy:
         try:
             if self._failure is not None:
                 raise self._failure
+            if self._is_over:  # asked again: the job has moved meanwhile, or stayed, and what was copied is of no use
+                what = "a server was started again, or has given up, while the job moved"
+                raise MissedError(what, where=f"worker {self._worker.assignment.index}")
             if not self._has_rows:
                 self._copy_rows()
             state, records = self._stand_still()

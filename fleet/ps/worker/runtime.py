@@ -176,6 +176,8 @@ class WorkerRuntime:
             connections, trained, values, rows, training, geo, progress, turns, worker, waits_for_step=waits
         )
         self._barrier = Barrier(connections, progress, figures, turns, self.reload)
+        #: how many parameters and tables there were before others joined, until all is done for these
+        self._before_newcomers: tuple[int, int] | None = None
         self._prediction: LookupPrediction | None = None
         self._forked: ForkedReader | None = None
         self._given_up = deque[Callable[[], None]]()
@@ -320,23 +322,27 @@ class WorkerRuntime:
                 f"parameters cannot join a running job in the mode {self.mode!r}, whose workers share no step",
                 todo="Give all parameters to the optimizer before fleet.init_worker().",
             )
-        self._edits.send_found()
         known = trained.description
+        if self._before_newcomers is None:  # else they have been sent, and newcomers have nothing to differ from yet
+            self._edits.send_found()
+        params, handles = self._before_newcomers or (len(known.params), len(known.handles))
         description = known.continued_by(self._describe())
         spec, fingerprint = description.spec.to_json(), make_plan(description.spec).fingerprint
         extend = pb.Extend(spec=spec, fingerprint=fingerprint, options=description.options())
         replies = self.connections.ask(f"further parameters after step {self.progress.completed}", extend=extend)
+        self._before_newcomers = params, handles  # if the job moves or Ctrl-C comes before the end, all is done again
         trained.adopt(description)
         self.rows.adopt(trained.plan.spec.tables, description.handles)
         self._pusher.grow()
         self._training.grow()
         if self.assignment.index == 0:
             answers = [reply.message for reply in replies]
-            initialize(self.connections, trained, answers, len(known.params), len(known.handles))
+            initialize(self.connections, trained, answers, params, handles)
         self._values.write(self._values.fetch("initial parameters"))
-        trained.attach(self, len(known.handles))
+        trained.attach(self, handles)
         if self.dense is not None:
-            self.dense.extend(len(known.params))
+            self.dense.extend(params)
+        self._before_newcomers = None
 
     # ---------------------------------------------------------------- other servers
 
@@ -548,6 +554,8 @@ class WorkerRuntime:
         self._finish_giving_up()
         self._refuse_late(call)
         self._training.communicator.refuse_if_moved()
+        if self._before_newcomers is not None and not self.turns.is_other_thread:
+            self._extend()
         if self._pusher.is_in_doubt:
             self._edits.find()  # lest they are written over
             self._pusher.finish_interrupted()
